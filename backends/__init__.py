@@ -1,0 +1,1 @@
+"""What turns a request into events: OpenAI-compatible servers, the scripted backend, our engine."""

@@ -1,0 +1,97 @@
+"""How backends and engines are described in `meterline.toml`. Values as written; secrets are
+references (`env:NAME`, `file:PATH`) that the gateway's runtime resolves."""
+
+from decimal import Decimal
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from backends.base import Timeouts
+
+BackendKind = Literal["openai", "scripted", "engine"]
+
+
+class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the hardware behind a backend costs, for backends that are owned and not bought."""
+
+    rate_per_hour: Annotated[
+        Decimal, Meta(description="US dollars for one device (GPU, or CPU host) for one hour.")
+    ]
+    count: Annotated[int, Meta(ge=1, description="Devices that one engine occupies.")] = 1
+
+
+class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the `scripted` backend plays: fixed latencies, tokens and failures. For demos, tests,
+    benches: it needs no network, no weights and no key."""
+
+    first_token_s: Annotated[float, Meta(ge=0, description="Seconds to the first token.")] = 0.0
+    inter_token_s: Annotated[float, Meta(ge=0, description="Seconds between tokens.")] = 0.0
+    output_tokens: Annotated[int, Meta(ge=0, description="Tokens generated per choice.")] = 16
+    text: Annotated[str, Meta(description="Words it repeats; one word is one token.")] = (
+        "the quick brown fox jumps over the lazy dog"
+    )
+    fail: Annotated[
+        Literal["never", "refuse", "500", "429", "401", "stall", "cut", "garbage"],
+        Meta(description="How it fails, on each request that `fail_every` selects."),
+    ] = "never"
+    fail_every: Annotated[int, Meta(ge=1, description="Every n-th request fails.")] = 1
+    report_usage: Annotated[bool, Meta(description="false: answers carry no usage.")] = True
+
+
+class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[backends]]` table."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name used by routes.")
+    ]
+    kind: Annotated[
+        BackendKind, Meta(description="openai: any OpenAI-compatible server. engine: ours.")
+    ]
+    base_url: Annotated[
+        str | None,
+        Meta(description="Up to and including /v1. unix:///path.sock for a local socket."),
+    ] = None
+    api_key: Annotated[str | None, Meta(description="env:NAME or file:PATH, never the key.")] = None
+    provider: Annotated[
+        str | None,
+        Meta(description="Whose price list applies, e.g. openai, groq. Default: from the kind."),
+    ] = None
+    timeouts: Timeouts = Timeouts()
+    max_concurrency: Annotated[
+        int, Meta(ge=1, le=10_000, description="Connections to this backend at most.")
+    ] = 256
+    allow_private: Annotated[
+        bool,
+        Meta(description="Allow base_url to resolve to a private or loopback address."),
+    ] = False
+    gpu: Annotated[Gpu | None, Meta(description="Cost of owned hardware behind it.")] = None
+    script: Annotated[Script | None, Meta(description="For kind scripted.")] = None
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[engines]]` table: an engine that `meterline serve` starts and supervises.
+
+    It is reachable in routes as the backend of the same name."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name used by routes.")
+    ]
+    model: Annotated[
+        str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
+    ] = "smollm2-135m-instruct"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Meta(description="auto: float32 on a CPU, bfloat16 on a GPU."),
+    ] = "auto"
+    kv_memory_gb: Annotated[
+        float, Meta(gt=0, description="Memory of the KV block pool, gigabytes.")
+    ] = 0.5
+    max_batch_size: Annotated[int, Meta(ge=1, le=512, description="Sequences in a step.")] = 16
+    max_batch_tokens: Annotated[
+        int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")
+    ] = 512
+    threads: Annotated[
+        int | None, Meta(ge=1, description="CPU threads; default: physical cores.")
+    ] = None
+    gpu: Gpu = field(default_factory=lambda: Gpu(rate_per_hour=Decimal("0.10")))

@@ -1,0 +1,1 @@
+"""Who may ask, and where it goes: the service in front of the backends."""

@@ -1,0 +1,1 @@
+"""The HTTP edge: parse, ask the pipeline, render. The only room that knows status codes."""

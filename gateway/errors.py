@@ -1,0 +1,174 @@
+"""The gateway's error tree. Leaves are events, and carry all that the edge needs to render them.
+
+GatewayError
+├─ Unauthenticated      401  no key, or not a valid one
+├─ Forbidden            403  a valid key that may not do this
+├─ BadRequest           400  the body; `param` is the path of the field
+├─ ContextTooLong       400
+├─ ModelUnknown         404
+├─ NotFound             404  anything else that is not there
+├─ MethodNotAllowed     405
+├─ Conflict             409
+├─ BodyTooLarge         413
+├─ UnsupportedMedia     415
+├─ Draining             503  shutting down
+├─ LedgerUnavailable    503  the write-ahead log cannot take an intent: nothing is admitted
+├─ StoreUnavailable     503  the database cannot be reached (admin writes, unknown keys)
+├─ UpstreamError        502  every attempt failed; the cause decides code and retry hints
+├─ UpstreamTimeout      504
+├─ UpstreamRateLimited  429
+├─ Internal             500
+└─ ClientGone           499  only in logs and the ledger: there is no one left to answer
+
+Rendering is in `api/problems.py`, the meaning of each code in docs/reference/errors.md.
+"""
+
+from typing import ClassVar
+
+from telemetry.record import Outcome
+
+
+class GatewayError(Exception):
+    """Never raised itself. The message tells the caller what to do next, and holds no secret."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    outcome: ClassVar[Outcome] = Outcome.INTERNAL_ERROR
+    retryable: ClassVar[bool] = False  # becomes x-should-retry
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class Unauthenticated(GatewayError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class Forbidden(GatewayError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class BadRequest(GatewayError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class ModelUnknown(GatewayError):
+    """Also raised for a model that this key may not see: existence is not disclosed."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class NotFound(GatewayError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class MethodNotAllowed(GatewayError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class Conflict(GatewayError):
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class BodyTooLarge(GatewayError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class UnsupportedMedia(GatewayError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class Draining(GatewayError):
+    status = 503
+    type = "server_error"
+    code = "shutting_down"
+    outcome = Outcome.SHED
+    retryable = True
+
+
+class LedgerUnavailable(GatewayError):
+    status = 503
+    type = "server_error"
+    code = "ledger_unavailable"
+    retryable = True
+
+
+class StoreUnavailable(GatewayError):
+    status = 503
+    type = "server_error"
+    code = "store_unavailable"
+    retryable = True
+
+
+class UpstreamError(GatewayError):
+    """`code` is the backend error's (upstream_unavailable, upstream_auth, …)."""
+
+    status = 502
+    type = "upstream_error"
+    code = "upstream_error"
+    outcome = Outcome.UPSTREAM_ERROR
+    retryable = True
+
+
+class UpstreamTimeout(UpstreamError):
+    status = 504
+    type = "timeout"
+    code = "upstream_timeout"
+    outcome = Outcome.TIMEOUT
+
+
+class UpstreamRateLimited(UpstreamError):
+    status = 429
+    type = "rate_limit_error"
+    code = "upstream_rate_limited"
+
+
+class Internal(GatewayError):
+    retryable = True
+
+
+class ClientGone(GatewayError):
+    status = 499
+    code = "client_disconnect"
+    outcome = Outcome.CLIENT_DISCONNECT

@@ -1,0 +1,1 @@
+"""The append-only cost ledger: write-ahead log, shipper, rating, rollups, sweeper."""

@@ -1,0 +1,1 @@
+"""Reports: pure functions from ledger rows to tables; rendering apart."""
