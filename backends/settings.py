@@ -20,6 +20,16 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     count: Annotated[int, Meta(ge=1, description="Devices that one engine occupies.")] = 1
 
 
+class TokenPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prices agreed for a backend, US dollars per 1 M tokens; they win over published lists."""
+
+    input: Annotated[Decimal, Meta(description="Per 1 M uncached input tokens.")]
+    output: Annotated[Decimal, Meta(description="Per 1 M output tokens.")]
+    cached_input: Annotated[
+        Decimal | None, Meta(description="Per 1 M cached input tokens; default: as input.")
+    ] = None
+
+
 class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the `scripted` backend plays: fixed latencies, tokens and failures. For demos, tests,
     benches: it needs no network, no weights and no key."""
@@ -64,6 +74,7 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bool,
         Meta(description="Allow base_url to resolve to a private or loopback address."),
     ] = False
+    price: Annotated[TokenPrice | None, Meta(description="Prices of bought tokens.")] = None
     gpu: Annotated[Gpu | None, Meta(description="Cost of owned hardware behind it.")] = None
     script: Annotated[Script | None, Meta(description="For kind scripted.")] = None
 
