@@ -23,6 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
+from typing_extensions import override
 
 from telemetry.money import plain
 
@@ -38,11 +39,13 @@ class ExactDecimal(TypeDecorator[Decimal]):
         self.precision = precision
         self.scale = scale
 
+    @override
     def load_dialect_impl(self, dialect: Dialect) -> Any:
         if dialect.name == "sqlite":
             return dialect.type_descriptor(String(self.precision + 2))
         return dialect.type_descriptor(Numeric(self.precision, self.scale, asdecimal=True))
 
+    @override
     def process_bind_param(self, value: Decimal | None, dialect: Dialect) -> Any:
         if value is None:
             return None
@@ -50,6 +53,7 @@ class ExactDecimal(TypeDecorator[Decimal]):
             raise TypeError(f"money must be Decimal, not {type(value).__name__}")
         return plain(value) if dialect.name == "sqlite" else value
 
+    @override
     def process_result_value(self, value: Any, dialect: Dialect) -> Decimal | None:
         return None if value is None else Decimal(value)
 
@@ -60,6 +64,7 @@ class UtcTime(TypeDecorator[datetime]):
     impl = DateTime(timezone=True)
     cache_ok = True
 
+    @override
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         if value is None:
             return None
@@ -68,6 +73,7 @@ class UtcTime(TypeDecorator[datetime]):
         value = value.astimezone(UTC)
         return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
 
+    @override
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         if value is None:
             return None
