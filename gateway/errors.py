@@ -32,8 +32,8 @@ class GatewayError(Exception):
     """Never raised itself. The message tells the caller what to do next, and holds no secret."""
 
     status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
-    code: ClassVar[str] = "internal_error"
+    type: str = "server_error"
+    code: str = "internal_error"
     outcome: ClassVar[Outcome] = Outcome.INTERNAL_ERROR
     retryable: ClassVar[bool] = False  # becomes x-should-retry
 
@@ -43,8 +43,15 @@ class GatewayError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        type: str | None = None,
+        code: str | None = None,
     ) -> None:
+        """`type` and `code` replace the class's own only where an upstream's are passed on."""
         super().__init__(message)
+        if type is not None:
+            self.type = type
+        if code is not None:
+            self.code = code
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s

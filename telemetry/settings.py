@@ -19,3 +19,7 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_model_labels: Annotated[
         int, Meta(ge=1, description="Model label values per metric; the rest become `other`.")
     ] = 200
+    metrics_public: Annotated[
+        bool,
+        Meta(description="Serve /metrics without the admin key to clients beyond loopback."),
+    ] = False

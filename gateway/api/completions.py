@@ -1,0 +1,264 @@
+"""The two routes that generate: `/v1/chat/completions` and `/v1/completions`.
+
+They are plain ASGI below the framework: the answer's scope must close whatever the socket does,
+and a streamed chunk passes here thousands of times a second.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from litestar import asgi
+from litestar.types import Receive, Scope, Send
+
+from backends.base import BackendError, Final, Whole
+from gateway.answer import Answer
+from gateway.api import problems
+from gateway.auth import credential_of
+from gateway.call import Call, Presence
+from gateway.dispatch import as_gateway_error
+from gateway.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ClientGone,
+    Draining,
+    GatewayError,
+    Internal,
+    MethodNotAllowed,
+    UnsupportedMedia,
+)
+from gateway.pipeline import Gateway
+from telemetry.ids import RequestId, new_request_id
+from telemetry.money import plain
+from telemetry.record import Surface
+
+log = logging.getLogger(__name__)
+
+Headers = dict[bytes, bytes]
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"x-accel-buffering", b"no"),
+    *problems.COMMON_HEADERS,
+]
+WHOLE_HEADERS = [(b"content-type", b"application/json"), *problems.COMMON_HEADERS]
+CLIENT_REQUEST_ID_LIMIT = 128
+
+
+@asgi(["/v1/chat/completions", "/chat/completions"], opt={"caller": "tenant"}, copy_scope=False)
+async def chat(scope: Scope, receive: Receive, send: Send) -> None:
+    """Chat completions, whole and streamed. Caller: a tenant's key."""
+    await serve(scope, receive, send, "chat")
+
+
+@asgi(["/v1/completions", "/completions"], opt={"caller": "tenant"}, copy_scope=False)
+async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+    """Text completions, whole and streamed. Caller: a tenant's key."""
+    await serve(scope, receive, send, "completions")
+
+
+async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) -> None:
+    """Read the request, let the pipeline answer it, render whatever comes of it."""
+    gateway: Gateway = scope["litestar_app"].state.gateway
+    headers: Headers = dict(scope["headers"])
+    request_id = new_request_id()
+    if scope.get("method") != "POST":
+        error = MethodNotAllowed("Use POST.")
+        await problems.send_problem(send, error, request_id, close=False)
+        return
+    sending = _Sending(send)
+    call = await _read(gateway, headers, receive, surface, request_id)
+    try:
+        async with _connected(receive, call.presence):
+            answer = await gateway.complete(call)
+            if answer.asked.stream:
+                await _stream(answer, sending)
+            else:
+                await _whole(answer, sending)
+    except ClientGone:
+        pass  # settled; there is no one left to answer
+    except GatewayError as error:
+        if sending.started:
+            await _end_in_band(sending, error)
+        else:
+            close = isinstance(call.fault, BodyTooLarge)
+            await problems.send_problem(send, error, request_id, close=close)
+    except asyncio.CancelledError:
+        error = Draining("The gateway is shutting down. Retry the request.")
+        if sending.started:
+            await _end_in_band(sending, error)
+        else:
+            await problems.send_problem(send, error, request_id, close=True)
+        raise
+    except Exception:
+        log.exception("request_failed", extra={"request_id": request_id})
+        error = Internal("An error on our side. Retry, and quote the x-request-id if it stays.")
+        if sending.started:
+            await _end_in_band(sending, error)
+        else:
+            await problems.send_problem(send, error, request_id, close=True)
+
+
+class _Sending:
+    """Whether the head has gone out: before it an error has a status, after it an event."""
+
+    __slots__ = ("send", "started", "streams")
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.started = False
+        self.streams = False
+
+    async def head(self, status: int, headers: list[tuple[bytes, bytes]], *, streams: bool) -> None:
+        self.started = True
+        self.streams = streams
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def body(self, data: bytes, *, more: bool) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _read(
+    gateway: Gateway, headers: Headers, receive: Receive, surface: Surface, request_id: RequestId
+) -> Call:
+    """The request as a Call. A body that cannot be taken is a fault that the pipeline raises once
+    it knows whose request it is, so that it is recorded like any other refusal."""
+    limit = gateway.runtimes.current.config.server.max_body_mb * 1_000_000
+    body, fault = b"", None
+    try:
+        _check_media(headers)
+        body = await _read_body(headers, receive, limit)
+    except GatewayError as error:
+        fault = error
+    return Call(
+        request_id=request_id,
+        surface=surface,
+        body=body,
+        fault=fault,
+        credential=credential_of(headers),
+        presence=Presence(),
+        traceparent=_text(headers, b"traceparent"),
+        client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),
+    )
+
+
+def _check_media(headers: Headers) -> None:
+    media = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+    if media != b"application/json":
+        raise UnsupportedMedia("Send the body as JSON, with content-type: application/json.")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise UnsupportedMedia("Send the body uncompressed: content-encoding is not supported.")
+
+
+async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
+    declared = headers.get(b"content-length", b"0")
+    if not declared.isdigit():
+        raise BadRequest("content-length is not a number.")
+    if int(declared) > limit:
+        raise BodyTooLarge(f"The body is larger than {limit // 1_000_000} MB.")
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message: Any = await receive()
+        if message["type"] == "http.disconnect":
+            raise BadRequest("The request ended before its body was complete.")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge(f"The body is larger than {limit // 1_000_000} MB.")
+        if part:
+            parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:
+    """A header as printable ASCII of bounded length; anything else is as if it was not sent."""
+    value = headers.get(name)
+    if value is None or len(value) > limit or not value.isascii():
+        return None
+    text = value.decode()
+    return text if text.isprintable() else None
+
+
+@contextlib.asynccontextmanager
+async def _connected(receive: Receive, presence: Presence) -> AsyncIterator[None]:
+    """Cancel the body when the client leaves; ClientGone comes out. The body sees an ordinary
+    cancellation, and `presence.gone` says why."""
+    scope = asyncio.timeout(None)
+
+    async def watch() -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                presence.gone = True
+                scope.reschedule(asyncio.get_running_loop().time())
+                return
+
+    watcher = asyncio.get_running_loop().create_task(watch())
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if presence.gone:
+            raise ClientGone("The client left.") from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _whole(answer: Answer, sending: _Sending) -> None:
+    """Settle, then send: the cost is a header, so it must be known before the first byte."""
+    data = b""
+    try:
+        async with answer:
+            async for event in answer.events():
+                if isinstance(event, Whole):
+                    data = event.data
+    except BackendError as error:
+        raise as_gateway_error(error) from error
+    headers = [*WHOLE_HEADERS, *_answer_headers(answer)]
+    headers.append((b"content-length", str(len(data)).encode()))
+    cost = answer.record.data.cost
+    if cost is not None:
+        headers.append((b"x-meterline-cost-usd", plain(cost).encode()))
+    await sending.head(200, headers, streams=False)
+    await sending.body(data, more=False)
+
+
+async def _stream(answer: Answer, sending: _Sending) -> None:
+    """Forward each event as it comes. `[DONE]` only after a complete answer; a broken one ends
+    with an error event and without it, so that it can never be taken for a whole one."""
+    try:
+        async with answer:
+            await sending.head(200, [*STREAM_HEADERS, *_answer_headers(answer)], streams=True)
+            async for event in answer.events():
+                if not isinstance(event, Final):
+                    await sending.body(b"data: " + event.data + b"\n\n", more=True)
+                elif answer.asked.include_usage and event.usage_chunk is not None:
+                    await sending.body(b"data: " + event.usage_chunk + b"\n\n", more=True)
+    except BackendError as error:
+        await _end_in_band(sending, as_gateway_error(error))
+    else:
+        await sending.body(b"data: [DONE]\n\n", more=False)
+
+
+async def _end_in_band(sending: _Sending, error: GatewayError) -> None:
+    """The end of a stream that broke: an error event, then the close, and no `[DONE]`."""
+    if sending.streams:
+        sending.streams = False
+        await sending.body(b"data: " + problems.body(error) + b"\n\n", more=False)
+
+
+def _answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+    data = answer.record.data
+    elapsed_ms = (answer.record.now_ns() - data.opened_ns) / 1e6
+    overhead_ms = elapsed_ms - answer.upstream_ms
+    return [
+        (b"x-request-id", data.request_id.encode()),
+        (b"openai-processing-ms", str(round(elapsed_ms)).encode()),
+        (b"x-meterline-overhead-ms", f"{overhead_ms:.3f}".encode()),
+        *((name.encode(), value.encode()) for name, value in answer.headers.items()),
+    ]

@@ -1,0 +1,53 @@
+"""Liveness, readiness, metrics. Cheap, and without a key, but for metrics seen from elsewhere."""
+
+from typing import Any
+
+from litestar import MediaType, Request, Response, get
+from msgspec import Struct
+
+from gateway.auth import Admin, credential_of
+from gateway.config import is_loopback
+from gateway.pipeline import Gateway
+from telemetry.metrics import Metrics
+
+
+class Readiness(Struct, frozen=True, kw_only=True):
+    """Why this replica is ready, or what it waits for."""
+
+    ready: bool
+    draining: bool
+    ledger: str
+    database: str
+    backends: dict[str, str]
+
+
+@get(["/livez", "/health"], opt={"caller": "public"}, tags=["health"], media_type=MediaType.TEXT)
+async def livez() -> str:
+    """The process answers. Caller: anyone."""
+    return "ok"
+
+
+@get("/readyz", opt={"caller": "public"}, tags=["health"], summary="Readiness")
+async def readyz(gateway: Gateway) -> Response[Readiness]:
+    """Whether requests should be sent here. Caller: anyone."""
+    state = await gateway.readiness()
+    return Response(state, status_code=200 if state.ready else 503)
+
+
+@get("/metrics", opt={"caller": "loopback or admin"}, tags=["health"], summary="Prometheus")
+async def metrics(
+    request: Request[Any, Any, Any], metrics: Metrics, admin: Admin, gateway: Gateway
+) -> Response[bytes]:
+    """Prometheus text, or OpenMetrics if asked for. Caller: this machine, the admin key, or anyone
+    if `telemetry.metrics_public` is set."""
+    direct = request.client is not None and "x-forwarded-for" not in request.headers
+    local = direct and is_loopback(request.client.host) if request.client else False
+    if not local and not gateway.runtimes.current.config.telemetry.metrics_public:
+        admin.check(credential_of(dict(request.scope["headers"])))
+    open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
+    media = (
+        "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        if open_metrics
+        else "text/plain; version=0.0.4; charset=utf-8"
+    )
+    return Response(metrics.render(openmetrics=open_metrics), headers={"content-type": media})

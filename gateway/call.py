@@ -1,0 +1,108 @@
+"""One request as it arrived, and what it asks for. Knows the wire's fields, not HTTP."""
+
+import re
+
+import msgspec
+from msgspec import Struct
+
+from gateway.auth import Credential
+from gateway.errors import BadRequest, GatewayError
+from gateway.wire import ChatBody, CompletionBody
+from telemetry.ids import RequestId
+from telemetry.record import Surface
+
+_DECODERS: dict[Surface, msgspec.json.Decoder[ChatBody] | msgspec.json.Decoder[CompletionBody]] = {
+    "chat": msgspec.json.Decoder(ChatBody),
+    "completions": msgspec.json.Decoder(CompletionBody),
+}
+_VALIDATION = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+
+# A token of English text is about four bytes. Only a first estimate: settled with the truth.
+BYTES_PER_TOKEN = 4
+
+
+class Presence:
+    """Whether the client is still there. Set by the edge, read at settlement."""
+
+    __slots__ = ("gone",)
+
+    def __init__(self) -> None:
+        self.gone = False
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """What the body asks for."""
+
+    model: str
+    stream: bool
+    include_usage: bool  # the client wants the usage event at the end of its stream
+    choices: int
+    output_limit: int | None  # tokens, all choices together, if the client set a limit
+    input_estimate: int  # tokens
+
+
+class Call(Struct, frozen=True, kw_only=True):
+    """One request: the client's bytes, and what its headers say."""
+
+    request_id: RequestId
+    surface: Surface
+    body: bytes
+    credential: Credential
+    presence: Presence
+    traceparent: str | None = None
+    client_request_id: str | None = None
+    fault: GatewayError | None = None  # why the body could not be taken
+
+    def parse(self) -> Asked:
+        """Check the body and read the view. Raises BadRequest with the path of the field."""
+        if self.fault is not None:
+            raise self.fault
+        try:
+            self.body.decode()  # a field that nobody reads must be UTF-8 too: it goes upstream
+        except UnicodeDecodeError as error:
+            raise BadRequest(
+                f"The request body is not valid UTF-8 (byte {error.start}).", code="invalid_json"
+            ) from None
+        try:
+            view = _DECODERS[self.surface].decode(self.body)
+        except msgspec.ValidationError as error:
+            raise _wrong_field(error) from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise BadRequest(
+                f"The request body is not valid JSON: {reason}.", code="invalid_json"
+            ) from None
+        limit = view.max_tokens
+        if isinstance(view, ChatBody) and view.max_completion_tokens is not None:
+            limit = view.max_completion_tokens
+        choices = view.n or 1
+        options = view.stream_options
+        return Asked(
+            model=view.model,
+            stream=bool(view.stream),
+            include_usage=bool(options and options.include_usage),
+            choices=choices,
+            output_limit=None if limit is None else limit * choices,
+            input_estimate=len(self.body) // BYTES_PER_TOKEN,
+        )
+
+
+def _wrong_field(error: msgspec.ValidationError) -> BadRequest:
+    """`$.messages[0].role` becomes the param `messages[0].role`, as the real API writes it."""
+    match = _VALIDATION.match(str(error))
+    assert match is not None
+    what, path = match["what"], (match["path"] or "").lstrip(".")
+    missing = re.match(r"Object missing required field `([^`]*)`", what)
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return BadRequest(
+            f"Missing required parameter: '{path}'.",
+            param=path,
+            code="missing_required_parameter",
+        )
+    where = f" for '{path}'" if path else ""
+    return BadRequest(
+        f"Invalid value{where}: {what[:1].lower()}{what[1:]}.",
+        param=path or None,
+        code="invalid_value" if "`int` >=" in what or "`int` <=" in what else "invalid_type",
+    )

@@ -1,0 +1,99 @@
+"""One request, top to bottom: the whole product on one screen. The stages do not know each other;
+only this file knows their order."""
+
+import random
+
+from backends.base import ChatRequest, Timeouts
+from gateway.answer import Answer, settling
+from gateway.auth import Auth, Caller
+from gateway.call import Asked, Call
+from gateway.dispatch import first_success
+from gateway.errors import Draining
+from gateway.routing import Target, plan
+from gateway.runtime import Runtime, RuntimeHolder
+from telemetry import trace_context
+from telemetry.ledger import Ledger, OpenRecord
+from telemetry.record import Attempt
+
+
+class Gateway:
+    """The stages in their order, and the objects that they act through."""
+
+    def __init__(self, *, runtimes: RuntimeHolder, auth: Auth, ledger: Ledger) -> None:
+        self.runtimes = runtimes
+        self.auth = auth
+        self.ledger = ledger
+        self.draining = False
+        self._dice = random.Random()  # noqa: S311  (weights, not secrets)
+
+    async def complete(self, call: Call) -> Answer:
+        """Answer one completion. From `open` on exactly one record is settled, whatever happens.
+
+        Returns when the first content exists; raises a GatewayError before that."""
+        runtime = self.runtimes.current  # one snapshot for the whole request
+        record = self.ledger.open(
+            request_id=call.request_id,
+            surface=call.surface,
+            trace=trace_context.read(call.traceparent, sample_root=self._sampled(runtime)),
+            deadline_s=runtime.config.server.request_timeout_s,
+            client_request_id=call.client_request_id,
+        )
+        with settling(record, call):
+            if self.draining:
+                raise Draining("This replica is shutting down. Retry: another one will answer.")
+            with record.stage("auth"):
+                caller = await self.auth.identify(call.credential)
+                self._called_by(record, caller)
+            with record.stage("route"):
+                asked = call.parse()
+                self._asked(record, asked)
+                attempts = plan(runtime.route(asked.model, caller), self._dice.random())
+            with record.stage("admit"):
+                record.intend()  # in the log before anything is spent
+            live = await first_success(
+                attempts,
+                runtime.upstreams,
+                lambda target, attempt, timeouts: _request(
+                    call, asked, record, runtime, target, attempt, timeouts
+                ),
+                record,
+            )
+        return Answer(call, asked, live, record)
+
+    def _sampled(self, runtime: Runtime) -> bool:
+        share = runtime.config.telemetry.sampling
+        return share >= 1.0 or self._dice.random() < share
+
+    @staticmethod
+    def _called_by(record: OpenRecord, caller: Caller) -> None:
+        record.data.tenant_id = caller.tenant_id
+        record.data.key_id = caller.key_id
+
+    @staticmethod
+    def _asked(record: OpenRecord, asked: Asked) -> None:
+        record.data.asked_model = asked.model
+        record.data.stream = asked.stream
+        record.data.input_estimate = asked.input_estimate
+        record.data.output_limit = asked.output_limit
+
+
+def _request(
+    call: Call,
+    asked: Asked,
+    record: OpenRecord,
+    runtime: Runtime,
+    target: Target,
+    attempt: Attempt,
+    timeouts: Timeouts,
+) -> ChatRequest:
+    data = record.data
+    return ChatRequest(
+        surface=call.surface,
+        model=target.model,
+        body=call.body,
+        stream=asked.stream,
+        timeouts=timeouts,
+        request_id=data.request_id,
+        traceparent=trace_context.write(data.trace_id, attempt.span_id, sampled=data.sampled),
+        cache_salt=runtime.salt(data.tenant_id),
+    )
