@@ -18,23 +18,26 @@ BackendError
 """
 
 from collections.abc import AsyncIterator, Mapping
-from typing import ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from telemetry.record import Surface, Timings
 from telemetry.usage import Usage, UsageQuality, UsageSource
 
+Seconds = Annotated[float, Meta(gt=0)]
 Phase = Literal["connect", "first_token", "inter_token", "total"]
 
 
 class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The four timeouts of an attempt, in seconds."""
 
-    connect_s: float = 3.0
-    first_token_s: float = 60.0
-    inter_token_s: float = 30.0
-    total_s: float = 600.0
+    connect_s: Annotated[Seconds, Meta(description="To open a connection.")] = 3.0
+    first_token_s: Annotated[
+        Seconds, Meta(description="From sending to the first event, queueing there included.")
+    ] = 60.0
+    inter_token_s: Annotated[Seconds, Meta(description="Between two events of a stream.")] = 30.0
+    total_s: Annotated[Seconds, Meta(description="The whole attempt.")] = 600.0
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
