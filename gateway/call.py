@@ -1,11 +1,12 @@
 """One request as it arrived, and what it asks for. Knows the wire's fields, not HTTP."""
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
 
-from gateway.auth import Credential
+from gateway.auth import Credential, read_credential
 from gateway.errors import BadRequest, GatewayError
 from gateway.wire import ChatBody, CompletionBody
 from telemetry.ids import RequestId
@@ -47,11 +48,15 @@ class Call(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     surface: Surface
     body: bytes
-    credential: Credential
+    headers: Sequence[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
     presence: Presence
     traceparent: str | None = None
     client_request_id: str | None = None
     fault: GatewayError | None = None  # why the body could not be taken
+
+    def credential(self) -> Credential:
+        """The key it came with. Raises Unauthenticated."""
+        return read_credential(self.headers)
 
     def parse(self) -> Asked:
         """Check the body and read the view. Raises BadRequest with the path of the field."""

@@ -42,7 +42,7 @@ class Gateway:
             if self.draining:
                 raise Draining("This replica is shutting down. Retry: another one will answer.")
             with record.stage("auth"):
-                caller = await self.auth.identify(call.credential)
+                caller = await self.auth.identify(call.credential())
                 self._called_by(record, caller)
             with record.stage("route"):
                 asked = call.parse()

@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from litestar import asgi
@@ -16,7 +16,6 @@ from litestar.types import Receive, Scope, Send
 from backends.base import BackendError, Final, Whole
 from gateway.answer import Answer
 from gateway.api import problems
-from gateway.auth import credential_of
 from gateway.call import Call, Presence
 from gateway.dispatch import as_gateway_error
 from gateway.errors import (
@@ -62,14 +61,13 @@ async def completions(scope: Scope, receive: Receive, send: Send) -> None:
 async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) -> None:
     """Read the request, let the pipeline answer it, render whatever comes of it."""
     gateway: Gateway = scope["litestar_app"].state.gateway
-    headers: Headers = dict(scope["headers"])
     request_id = new_request_id()
     if scope.get("method") != "POST":
         error = MethodNotAllowed("Use POST.")
         await problems.send_problem(send, error, request_id, close=False)
         return
     sending = _Sending(send)
-    call = await _read(gateway, headers, receive, surface, request_id)
+    call = await _read(gateway, scope["headers"], receive, surface, request_id)
     try:
         async with _connected(receive, call.presence):
             answer = await gateway.complete(call)
@@ -121,10 +119,15 @@ class _Sending:
 
 
 async def _read(
-    gateway: Gateway, headers: Headers, receive: Receive, surface: Surface, request_id: RequestId
+    gateway: Gateway,
+    raw: Sequence[tuple[bytes, bytes]],
+    receive: Receive,
+    surface: Surface,
+    request_id: RequestId,
 ) -> Call:
     """The request as a Call. A body that cannot be taken is a fault that the pipeline raises once
     it knows whose request it is, so that it is recorded like any other refusal."""
+    headers = dict(raw)
     limit = gateway.runtimes.current.config.server.max_body_mb * 1_000_000
     body, fault = b"", None
     try:
@@ -137,7 +140,7 @@ async def _read(
         surface=surface,
         body=body,
         fault=fault,
-        credential=credential_of(headers),
+        headers=raw,
         presence=Presence(),
         traceparent=_text(headers, b"traceparent"),
         client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),

@@ -5,7 +5,7 @@ from typing import Any
 from litestar import MediaType, Request, Response, get
 from msgspec import Struct
 
-from gateway.auth import Admin, credential_of
+from gateway.auth import Admin, read_credential
 from gateway.config import is_loopback
 from gateway.pipeline import Gateway
 from telemetry.metrics import Metrics
@@ -43,7 +43,7 @@ async def metrics(
     direct = request.client is not None and "x-forwarded-for" not in request.headers
     local = direct and is_loopback(request.client.host) if request.client else False
     if not local and not gateway.runtimes.current.config.telemetry.metrics_public:
-        admin.check(credential_of(dict(request.scope["headers"])))
+        admin.check(read_credential(request.scope["headers"]))
     open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
     media = (
         "application/openmetrics-text; version=1.0.0; charset=utf-8"

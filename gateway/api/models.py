@@ -4,14 +4,14 @@ from typing import Any
 
 from litestar import Request, get
 
-from gateway.auth import Caller, credential_of
+from gateway.auth import Caller, read_credential
 from gateway.errors import ModelUnknown
 from gateway.pipeline import Gateway
 from gateway.wire import Model, ModelList
 
 
 async def _caller(request: Request[Any, Any, Any], gateway: Gateway) -> Caller:
-    return await gateway.auth.identify(credential_of(dict(request.scope["headers"])))
+    return await gateway.auth.identify(read_credential(request.scope["headers"]))
 
 
 @get("/v1/models", opt={"caller": "tenant"}, tags=["models"], summary="List models")
