@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -166,8 +166,17 @@ class RuntimeHolder:
 class ConfigWatcher:
     """Reloads when the file changes or on `now` (SIGHUP). A bad file changes nothing."""
 
-    def __init__(self, path: Path, holder: RuntimeHolder, *, every_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        holder: RuntimeHolder,
+        *,
+        after: Callable[[Config], Awaitable[None]] | None = None,
+        every_s: float = 1.0,
+    ) -> None:
+        """`after` runs with each config that was taken up, e.g. to publish its prices."""
         self.path = path
+        self._after = after
         self.now = asyncio.Event()
         self._holder = holder
         self._every_s = every_s
@@ -179,18 +188,21 @@ class ConfigWatcher:
             stamp = self._stamp()
             if forced or stamp != seen:
                 seen = stamp
-                self.reload()
+                await self.reload()
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the file and swap. Logs one line for each problem and keeps the old config."""
         try:
-            self._holder.reload(load(self.path))
+            config = load(self.path)
+            self._holder.reload(config)
         except ConfigInvalid as error:
             self._holder.reload_failures += 1
             for problem in error.problems:
                 log.error("config_rejected", extra={"problem": problem})
         else:
             self._holder.reloads += 1
+            if self._after is not None:
+                await self._after(config)
             log.info("config_reloaded", extra={"path": str(self.path)})
 
     async def _wait(self) -> bool:

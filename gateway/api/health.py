@@ -3,22 +3,12 @@
 from typing import Any
 
 from litestar import MediaType, Request, Response, get
-from msgspec import Struct
 
 from gateway.auth import Admin, read_credential
 from gateway.config import is_loopback
 from gateway.pipeline import Gateway
+from gateway.readiness import Readiness, ReadinessState
 from telemetry.metrics import Metrics
-
-
-class Readiness(Struct, frozen=True, kw_only=True):
-    """Why this replica is ready, or what it waits for."""
-
-    ready: bool
-    draining: bool
-    ledger: str
-    database: str
-    backends: dict[str, str]
 
 
 @get(["/livez", "/health"], opt={"caller": "public"}, tags=["health"], media_type=MediaType.TEXT)
@@ -28,9 +18,9 @@ async def livez() -> str:
 
 
 @get("/readyz", opt={"caller": "public"}, tags=["health"], summary="Readiness")
-async def readyz(gateway: Gateway) -> Response[Readiness]:
+async def readyz(readiness: Readiness) -> Response[ReadinessState]:
     """Whether requests should be sent here. Caller: anyone."""
-    state = await gateway.readiness()
+    state = readiness.state()
     return Response(state, status_code=200 if state.ready else 503)
 
 

@@ -1,0 +1,328 @@
+"""The composition root: every object of the gateway is built here, in order, and passed on.
+
+`open_service` builds what runs, `create_app` its HTTP face. What can be wrong at start is found
+while opening, as a `StartupError` with one clear line, before anything listens.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from litestar import Litestar
+from litestar.config.app import AppConfig
+from litestar.di import Provide
+from litestar.openapi.config import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+import migrations
+from backends import registry
+from backends.registry import Normalisers
+from backends.supervisor import Supervised
+from gateway import secrets
+from gateway.api import completions, health, models, openapi, problems
+from gateway.api.admin import create_admin_router
+from gateway.auth import Admin, AdminKeyInvalid, Auth
+from gateway.config import Config, ConfigInvalid, resolve
+from gateway.errors import GatewayError
+from gateway.keys import KeyRing, PepperInvalid, Secret
+from gateway.pipeline import Gateway
+from gateway.readiness import Readiness
+from gateway.runtime import ConfigWatcher, RuntimeHolder
+from gateway.tenants import Tenants
+from telemetry import books, logs, usage
+from telemetry import metrics as metric
+from telemetry.books import BackendPrices
+from telemetry.clock import Clock, SystemClock
+from telemetry.database import DatabaseUrlInvalid, open_engine
+from telemetry.ledger import Ledger, LedgerError, WalLocked, WriteAheadLog
+from telemetry.ledger.worker import Worker
+from telemetry.metrics import Metrics
+from telemetry.pricing import PriceBook, rate
+from telemetry.record import Attempt, Charge
+from telemetry.tracing import FileSink, OtlpSink, SpanExport
+
+log = logging.getLogger(__name__)
+
+VERSION = version("meterline")
+WAL_FOLDERS = 64  # gateway processes that may share one data folder
+NORMALISERS = Normalisers(openai=usage.from_openai, engine=usage.from_engine)
+
+
+class StartupError(Exception):
+    """The gateway cannot start. One line, which says what to do."""
+
+
+class Service(Struct, frozen=True, kw_only=True):
+    """Everything that runs in one gateway process."""
+
+    app: Litestar
+    gateway: Gateway
+    tenants: Tenants
+    metrics: Metrics
+    worker: Worker
+    engines: Mapping[str, Supervised]
+    watcher: ConfigWatcher | None  # None: there is no file to watch
+    new_admin_key: Secret | None  # made at this start: shown once, never again
+
+
+class Prices:
+    """The price book in force. Replaced when a book is published, read at each settlement."""
+
+    def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
+        self.book = PriceBook()
+        self._engine = engine
+        self._clock = clock
+
+    def rate(self, attempt: Attempt) -> tuple[Charge, ...]:
+        return rate(attempt, self.book)
+
+    async def publish(self, config: Config) -> None:
+        """Publish what the price catalogue and the config say, where it is new, and take it up."""
+        now = datetime.fromtimestamp(self._clock.now_ns() / 1e9, UTC)
+        await books.seed_from_genai_prices(self._engine, now)
+        bought = [BackendPrices(b.name, price=b.price, gpu=b.gpu) for b in config.backends]
+        owned = [BackendPrices(e.name, price=None, gpu=e.gpu) for e in config.engines]
+        await books.publish_config_prices(self._engine, [*bought, *owned], now)
+        self.book = await books.load(self._engine)
+
+
+@contextlib.asynccontextmanager
+async def open_service(
+    config: Config,
+    *,
+    environment: Mapping[str, str],
+    config_path: Path | None = None,
+    clock: Clock | None = None,
+) -> AsyncIterator[Service]:
+    """Open all parts in order, close them in reverse. Raises StartupError."""
+    async with contextlib.AsyncExitStack() as stack:
+        with _as_startup_errors():
+            service = await _build(
+                config, environment, config_path, clock or SystemClock(), stack
+            )
+        yield service
+
+
+async def _build(
+    config: Config,
+    environment: Mapping[str, str],
+    config_path: Path | None,
+    clock: Clock,
+    stack: contextlib.AsyncExitStack,
+) -> Service:
+    data = Path(config.store.data_dir)
+    _check_folder(data)
+    url = resolve(config.database_url, environment)
+    engine = open_engine(url)
+    stack.push_async_callback(engine.dispose)
+    await _bring_up_to_date(engine, url)
+
+    ring = KeyRing(secrets.pepper(config, environment))
+    tenants = Tenants(engine, ring, clock)
+    await tenants.verify_pepper()
+    admin_key, new_admin_key = secrets.admin_key(config, environment)
+    auth = await stack.enter_async_context(Auth(tenants, ring, clock))
+
+    prices = Prices(engine, clock)
+    await prices.publish(config)
+
+    metrics = Metrics(CollectorRegistry(), max_models=config.telemetry.max_model_labels)
+    spans = _open_spans(config, data, metrics)
+    stack.callback(spans.close)
+    wal = _open_wal(config, clock, metrics)
+    stack.callback(wal.close)
+    ledger = Ledger(
+        wal=wal,
+        rate=prices.rate,
+        clock=clock,
+        observers=(metrics.observe, spans.emit_record, logs.log_request),
+    )
+    stack.callback(ledger.close)
+    worker = await stack.enter_async_context(
+        Worker(ledger=ledger, engine=engine, wal_dir=config.wal_dir, clock=clock)
+    )
+
+    sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
+    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+    engines: dict[str, Supervised] = {}
+    for settings in config.engines:
+        child = registry.build_engine(settings, sockets / f"{settings.name}.sock", NORMALISERS)
+        stack.push_async_callback(child.aclose)
+        await child.process.start()
+        engines[settings.name] = child
+    runtimes = RuntimeHolder(
+        config,
+        engines=engines,
+        build=lambda settings, key: registry.build(settings, key, NORMALISERS),
+        environment=environment,
+        salt_key=ring.digest("cache-salt"),
+        clock=clock,
+    )
+    stack.push_async_callback(runtimes.aclose)
+    watcher = None
+    if config_path is not None:
+        watcher = ConfigWatcher(config_path, runtimes, after=prices.publish)
+        await stack.enter_async_context(_running(watcher.run))
+
+    gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger)
+    _watch(metrics, gateway, worker)
+    app = create_app(
+        gateway=gateway,
+        metrics=metrics,
+        admin=Admin(admin_key.reveal()),
+        tenants=tenants,
+        readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
+    )
+    return Service(
+        app=app,
+        gateway=gateway,
+        tenants=tenants,
+        metrics=metrics,
+        worker=worker,
+        engines=engines,
+        watcher=watcher,
+        new_admin_key=new_admin_key,
+    )
+
+
+def create_app(
+    *,
+    gateway: Gateway,
+    metrics: Metrics,
+    admin: Admin,
+    tenants: Tenants,
+    readiness: Readiness,
+) -> Litestar:
+    """The HTTP face. Every route names in `opt["caller"]` who may call it."""
+
+    def keep(config: AppConfig) -> AppConfig:
+        config.state.gateway = gateway
+        return config
+
+    app = Litestar(
+        route_handlers=[
+            completions.chat,
+            completions.completions,
+            models.list_models,
+            models.one_model,
+            health.livez,
+            health.readyz,
+            health.metrics,
+            create_admin_router(tenants, admin),
+        ],
+        dependencies={
+            "gateway": Provide(lambda: gateway, sync_to_thread=False),
+            "metrics": Provide(lambda: metrics, sync_to_thread=False),
+            "admin": Provide(lambda: admin, sync_to_thread=False),
+            "readiness": Provide(lambda: readiness, sync_to_thread=False),
+        },
+        exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
+        openapi_config=OpenAPIConfig(
+            title="Meterline",
+            version=VERSION,
+            path="/schema",
+            render_plugins=[JsonRenderPlugin(path="/")],
+        ),
+        on_app_init=[keep],
+        request_max_body_size=1_000_000,  # admin bodies; completions have their own limit
+    )
+    openapi.add_completions(app.openapi_schema)
+    return app
+
+
+def _check_folder(data: Path) -> None:
+    """The data folder must take files: say so now, not at the first request."""
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data):
+            pass
+    except OSError as error:
+        raise StartupError(
+            f"the data folder {data} cannot be written: {error.strerror}; "
+            "set [store] data_dir to one that can"
+        ) from None
+
+
+async def _bring_up_to_date(engine: AsyncEngine, url: str) -> None:
+    """SQLite is this process's own and is migrated; a shared database is an operator's decision."""
+    if engine.dialect.name == "sqlite":
+        await migrations.upgrade(url)
+    elif not await migrations.is_current(url):
+        raise StartupError("the database has not the newest tables: run `meterline migrate` first")
+
+
+def _open_wal(config: Config, clock: Clock, metrics: Metrics) -> WriteAheadLog:
+    """The first log folder that no other process holds."""
+    observe = functools.partial(metrics.measure, metric.WAL_FSYNC)
+    for number in range(WAL_FOLDERS):
+        with contextlib.suppress(WalLocked):
+            return WriteAheadLog.open(
+                config.wal_dir, f"gateway-{number}", clock=clock, on_fsync=observe
+            )
+    raise StartupError(f"{config.wal_dir} is in use by {WAL_FOLDERS} other gateways")
+
+
+def _open_spans(config: Config, data: Path, metrics: Metrics) -> SpanExport:
+    settings = config.telemetry
+    return SpanExport(
+        OtlpSink(settings.otlp_endpoint) if settings.otlp_endpoint else FileSink(spans_file(data)),
+        service_name=settings.service_name,
+        service_version=VERSION,
+        on_exported=functools.partial(metrics.add, metric.SPANS_EXPORTED),
+        on_dropped=lambda count, reason: metrics.add(metric.SPANS_DROPPED, count, reason=reason),
+    )
+
+
+def spans_file(data: Path, service: str = "gateway") -> Path:
+    return data / "spans" / f"{service}.jsonl"
+
+
+def _watch(metrics: Metrics, gateway: Gateway, worker: Worker) -> None:
+    """Gauges and totals that are kept elsewhere and read at each scrape."""
+    metrics.info(metric.BUILD_INFO, {"version": VERSION})
+    metrics.expect(
+        (upstream.backend.provider, target.model)
+        for route in gateway.runtimes.current.routes.values()
+        for target in route.targets
+        if (upstream := gateway.runtimes.current.upstreams.get(target.backend))
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """A task that lives as long as the scope."""
+    task = asyncio.ensure_future(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _as_startup_errors() -> Iterator[None]:
+    """What can be wrong at start, as one line each. Messages hold no secret and no URL."""
+    try:
+        yield
+    except ConfigInvalid as error:
+        raise StartupError("; ".join(error.problems)) from error
+    except (PepperInvalid, AdminKeyInvalid, DatabaseUrlInvalid, LedgerError) as error:
+        raise StartupError(str(error)) from error
+    except GatewayError as error:
+        raise StartupError(error.message) from error
+    except (SQLAlchemyError, OSError, TimeoutError) as error:
+        raise StartupError(
+            f"the database cannot be used ({type(error).__name__}): "
+            "check [store] database and that the server runs"
+        ) from error

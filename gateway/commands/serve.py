@@ -1,0 +1,147 @@
+"""`meterline serve`: listen, say what to do next, run until told to stop, drain."""
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+import click
+import uvicorn
+from msgspec import structs
+
+from gateway.app import VERSION, Service, StartupError, open_service
+from gateway.commands import BadInput
+from gateway.commands.files import config_option, read_config
+from gateway.config import BUNDLED_MODEL, Config
+from gateway.keys import Secret
+from telemetry import logs
+
+DEFAULT_TENANT = "default"
+
+
+@click.command()
+@config_option
+@click.option("--host", help="Listen on this address instead of the file's.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Listen on this port instead.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["auto", "json", "console"]),
+    default="auto",
+    show_default=True,
+    help="auto: for people on a terminal, JSON elsewhere.",
+)
+def serve(config: Path, host: str | None, port: int | None, log_format: logs.LogFormat) -> None:
+    """Serve the gateway, its engines and the ledger. Without a file: the bundled model.
+
+    \b
+    Example:
+      meterline serve
+      meterline serve --config meterline.toml --port 9000
+    """
+    settings, path = read_config(config)
+    server = settings.server
+    server = structs.replace(
+        server,
+        host=server.host if host is None else host,
+        port=server.port if port is None else port,
+    )
+    logs.configure(fmt=log_format)
+    try:
+        asyncio.run(_serve(structs.replace(settings, server=server), path))
+    except StartupError as error:
+        raise BadInput(str(error)) from error
+
+
+async def _serve(config: Config, path: Path | None) -> None:
+    listener = _listen(config.server.host, config.server.port)
+    with listener:
+        async with open_service(config, environment=os.environ, config_path=path) as service:
+            server = _Server(service, config)
+            if service.watcher is not None:
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, service.watcher.now.set)
+            await _greet(service, config, listener)
+            gc.collect()
+            gc.freeze()  # what was built at start lives to the end: never walk it again
+            await server.serve(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind first: a busy port must be one line, and nothing must have been started for it."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.set_inheritable(True)
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port"
+        ) from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Fails readiness first at SIGTERM, then lets streams finish."""
+
+    def __init__(self, service: Service, config: Config) -> None:
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                loop="uvloop",
+                http="httptools",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=True,
+                timeout_graceful_shutdown=max(round(config.server.drain_s), 1),
+                timeout_keep_alive=75,  # longer than a load balancer's, so that it closes first
+                h11_max_incomplete_event_size=64 * 1024,
+            )
+        )
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.gateway.draining = True
+        super().handle_exit(sig, frame)
+
+
+async def _greet(service: Service, config: Config, listener: socket.socket) -> None:
+    """What a person at a terminal needs: where, with what key, and a line that works."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    base = f"http://{shown}:{port}/v1"
+    key = await _first_key(service)
+    model = next(iter(service.gateway.runtimes.current.routes), BUNDLED_MODEL)
+    lines = [f"Meterline {VERSION}", f"  base URL    {base}"]
+    if service.new_admin_key is not None:
+        kept = Path(config.store.data_dir) / "admin-key"
+        lines.append(f"  admin key   {service.new_admin_key.reveal()}  (kept in {kept})")
+    if key is not None:
+        lines.append(f"  API key     {key.reveal()}  (tenant `default`; shown this once)")
+    else:
+        lines.append("  API key     another one: meterline key create default")
+    bearer = key.reveal() if key is not None else "$METERLINE_API_KEY"
+    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Why is the sky blue?"}}]}}'
+    lines.append(
+        f"  try it      curl {base}/chat/completions"
+        f' -H "Authorization: Bearer {bearer}" -H "Content-Type: application/json"'
+        f" -d '{body}'"
+    )
+    click.echo("\n".join(lines))
+    sys.stdout.flush()
+
+
+async def _first_key(service: Service) -> Secret | None:
+    """On an empty database: a tenant and a key, so that the first request needs no set-up."""
+    if (await service.tenants.tenants(limit=1)).items:
+        return None
+    tenant = await service.tenants.create_tenant(DEFAULT_TENANT, {}, actor="first-start")
+    issued = await service.tenants.create_key(tenant.id, name="first", actor="first-start")
+    return issued.secret

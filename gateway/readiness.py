@@ -1,0 +1,57 @@
+"""Whether this replica should get requests, and if not, what it waits for."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from backends.supervisor import Supervised
+from gateway.pipeline import Gateway
+from telemetry.ledger.worker import Worker
+
+
+class ReadinessState(Struct, frozen=True, kw_only=True):
+    """The body of `/readyz`."""
+
+    ready: bool
+    draining: bool
+    ledger: str  # "ok", or why nothing is admitted
+    database: str  # "ok", or "unreachable": known keys go on, admin writes do not
+    backends: dict[str, str]  # name → "ready", or what it is doing
+
+
+class Readiness:
+    """Read on each probe; keeps nothing."""
+
+    def __init__(
+        self, *, gateway: Gateway, engines: Mapping[str, Supervised], worker: Worker
+    ) -> None:
+        self._gateway = gateway
+        self._engines = engines
+        self._worker = worker
+
+    def state(self) -> ReadinessState:
+        """Ready: not draining, the log takes intents, and every route has a backend that is not
+        known to be down. The database may be away: requests of known keys are still served."""
+        runtime = self._gateway.runtimes.current
+        down = {
+            name: _phase(engine)
+            for name, engine in self._engines.items()
+            if not engine.process.is_ready
+        }
+        routes_up = all(
+            any(target.backend not in down for target in route.targets)
+            for route in runtime.routes.values()
+        )
+        trouble = self._gateway.ledger.wal.trouble
+        return ReadinessState(
+            ready=not self._gateway.draining and trouble is None and routes_up,
+            draining=self._gateway.draining,
+            ledger=trouble or "ok",
+            database="unreachable" if self._gateway.auth.is_offline else "ok",
+            backends={name: down.get(name, "ready") for name in runtime.upstreams},
+        )
+
+
+def _phase(engine: Supervised) -> str:
+    state = engine.process.state
+    return f"{state.phase}: {state.reason}" if state.reason else state.phase
