@@ -1,8 +1,8 @@
 """Tokens of an attempt whose backend reported none: cut streams, disconnects, crashes. Pure.
 
-One rule for every exit, so that an abandoned request is estimated like a cancelled one. The scripted
-backend and our engine send one token per content chunk, so there the count is exact; of others the
-text that passed is divided by BYTES_PER_TOKEN, and never more than the client allowed is billed.
+One rule for every exit, so that an abandoned request is estimated like a cancelled one. The
+scripted backend and our engine send one token per content chunk, so there the count is exact; of
+others the text that passed is divided by BYTES_PER_TOKEN. Never more than the client allowed.
 """
 
 from telemetry.record import Attempt, Outcome, RequestRecord

@@ -199,7 +199,7 @@ class OpenRecord:
         self._ledger.admitted += 1
 
     def attempt(self, *, backend: str, provider: str, model: str, reason: AttemptReason) -> Attempt:
-        """Start an attempt. After `intend` it is logged too, so that a crash knows who was asked."""
+        """Start an attempt. After `intend` it is logged, so that a crash knows who was asked."""
         data = self.data
         attempt = Attempt(
             attempt_no=len(data.attempts) + 1,
@@ -248,6 +248,9 @@ class OpenRecord:
         data.status = status
         data.error_code = error_code
         data.asked_model = entries.clip(data.asked_model)
+        for attempt in data.attempts:
+            attempt.answered_model = entries.clip(attempt.answered_model)
+            attempt.provider_request_id = entries.clip(attempt.provider_request_id)
         end_attempts(data, outcome=outcome, ended_ns=data.ended_ns)
         fill_usage(data)
         slot, self._slot = self._slot, None

@@ -319,11 +319,11 @@ class WriteAheadLog:
     def records_from(self, start: Position) -> list[frames.Frame]:
         """All records behind `start`. For reconciliation of a backlog, not for the hot path."""
         found: list[frames.Frame] = []
-        while batch := self.read(start, 1000):
-            if not batch.records:
-                return found
+        batch = self.read(start, 1000)
+        while batch.records:
             found.extend(batch.records)
-            start = batch.next
+            batch = self.read(batch.next, 1000)
+        return found
 
     def forget(self, position: Position) -> None:
         """Everything before `position` is in the database: delete whole segments before it."""
