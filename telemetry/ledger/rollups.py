@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import case, cast, delete, func, select
+from sqlalchemy import case, cast, delete, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from telemetry.ledger.rows import Row
@@ -83,14 +83,19 @@ async def hour_sums(db: AsyncConnection, hour: datetime) -> list[Row]:
 
 
 def _key_columns() -> list[Any]:
-    return [*(func.coalesce(EVENTS.c[name], "") for name in _DIMENSIONS), EVENTS.c.usage_source]
+    # A literal, not a parameter: PostgreSQL must see the same expression in SELECT and GROUP BY.
+    nobody: Any = literal_column("''")
+    return [
+        *(func.coalesce(EVENTS.c[name], nobody) for name in _DIMENSIONS),
+        EVENTS.c.usage_source,
+    ]
 
 
 async def _event_sums(db: AsyncConnection, hour: datetime) -> dict[Key, dict[str, int]]:
     columns = EVENTS.c
     device = sum(
         (func.coalesce(columns[f"engine_us_{phase}"], 0) for phase in _DEVICE[1:]),
-        func.coalesce(columns[f"engine_us_{_DEVICE[0]}"], 0),
+        start=func.coalesce(columns[f"engine_us_{_DEVICE[0]}"], 0),
     )
     sums = (
         func.sum(case((columns.is_final, 1), else_=0)),

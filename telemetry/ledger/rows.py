@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid5
 
+import msgspec
 from msgspec import Struct, structs
 from sqlalchemy import String, Table
 
@@ -31,6 +32,7 @@ Row = dict[str, Any]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LINES = UUID("0c5dbb3a-5f0e-5f43-a3c5-0b5b0e0d8a11")
 _NO_USAGE = Usage()
+_LATEST_NS = 253_402_300_799 * 10**9
 
 
 class Settled(Struct, frozen=True):
@@ -55,10 +57,12 @@ class Folded(Struct, frozen=True):
     again: list[Settled]  # a request id settled twice in one batch: a defect, kept as a conflict
     opened: dict[str, Row]
     attempts: dict[str, bytes]
+    unreadable: list[bytes]  # whole frames that do not decode: kept as conflicts
 
 
 def at(ns: int) -> datetime:
-    """Nanoseconds since the epoch as a UTC datetime, cut to microseconds."""
+    """Nanoseconds since the epoch as a UTC datetime, cut to microseconds and to year 9999."""
+    ns = max(0, min(ns, _LATEST_NS))
     return EPOCH + timedelta(microseconds=ns // 1000)
 
 
@@ -73,28 +77,35 @@ def payload_hash(record: str) -> str:
 
 def fold(records: list[Frame], node: str) -> Folded:
     """Decode a batch in order and reduce it."""
-    folded = Folded(len(records), 0, {}, [], {}, {})
+    folded = Folded(len(records), 0, {}, [], {}, {}, [])
     admitted = 0
     for frame in records:
-        if frame.kind == Kind.INTENT:
-            intent = entries.unpack_intent(frame.payload)
-            folded.opened[intent.request_id] = intent_row(intent, node)
-            admitted += 1
-        elif frame.kind == Kind.ATTEMPTS:
-            update = entries.unpack_attempts(frame.payload)
-            if (row := folded.opened.get(update.request_id)) is not None:
-                row["record"] = with_attempts(row["record"], update.attempts)
-            else:
-                folded.attempts[update.request_id] = update.attempts
-        elif frame.kind == Kind.SETTLEMENT:
-            settled = settlement_rows(entries.unpack_settlement(frame.payload))
-            if settled.request_id in folded.settled:
-                folded.again.append(settled)
-                continue
-            folded.settled[settled.request_id] = settled
-            folded.opened.pop(settled.request_id, None)
-            folded.attempts.pop(settled.request_id, None)
+        admitted += frame.kind == Kind.INTENT
+        try:
+            _fold_one(folded, frame, node)
+        except (msgspec.MsgspecError, ValueError):
+            folded.unreadable.append(frame.payload)
     return structs.replace(folded, admitted=admitted)
+
+
+def _fold_one(folded: Folded, frame: Frame, node: str) -> None:
+    if frame.kind == Kind.INTENT:
+        intent = entries.unpack_intent(frame.payload)
+        folded.opened[intent.request_id] = intent_row(intent, node)
+    elif frame.kind == Kind.ATTEMPTS:
+        update = entries.unpack_attempts(frame.payload)
+        if (row := folded.opened.get(update.request_id)) is not None:
+            row["record"] = with_attempts(row["record"], update.attempts)
+        elif update.request_id not in folded.settled:
+            folded.attempts[update.request_id] = update.attempts
+    elif frame.kind == Kind.SETTLEMENT:
+        settled = settlement_rows(entries.unpack_settlement(frame.payload))
+        folded.opened.pop(settled.request_id, None)
+        folded.attempts.pop(settled.request_id, None)
+        if settled.request_id in folded.settled:
+            folded.again.append(settled)
+        else:
+            folded.settled[settled.request_id] = settled
 
 
 def intent_row(intent: entries.Intent, node: str) -> Row:

@@ -8,6 +8,7 @@ log. While the database is away nothing is lost: the log keeps it and the shippe
 """
 
 import asyncio
+import base64
 import logging
 from typing import Any
 from uuid import UUID, uuid5
@@ -204,7 +205,12 @@ async def _apply(
     conflicts = await _conflicts(db, again) + folded.again
     if refused:
         conflicts = [*folded.settled.values(), *folded.again]
-    await _insert(db, CONFLICTS, [_conflict_row(s, now_ns) for s in conflicts])
+    kept = [_conflict_row(s.request_id, s.request["record"], now_ns) for s in conflicts]
+    kept += [
+        _conflict_row("unreadable", base64.b64encode(payload).decode(), now_ns)
+        for payload in folded.unreadable
+    ]
+    await _insert(db, CONFLICTS, kept)
     new = [s for s in candidates if s.request_id in fresh]
     events = [event for s in new for event in s.events]
     lines = [line for s in new for line in s.lines]
@@ -212,7 +218,8 @@ async def _apply(
     await _insert(db, EVENTS, events)
     await _insert(db, LINES, lines)
     await _close_intents(db, list(folded.settled))
-    await _open_intents(db, folded)
+    if not refused:
+        await _open_intents(db, folded)
     counts = {
         "records": folded.records,
         "admitted": folded.admitted,
@@ -226,7 +233,7 @@ async def _apply(
         len(events),
         len(lines),
         len(again) + len(folded.again) - len(conflicts) if not refused else 0,
-        len(conflicts),
+        len(kept),
     )
     return done, counts
 
@@ -269,14 +276,14 @@ async def _conflicts(db: AsyncConnection, again: list[Settled]) -> list[Settled]
     ]
 
 
-def _conflict_row(settled: Settled, now_ns: int) -> Row:
-    facts = settled.request["payload_hash"]
+def _conflict_row(request_id: str, record: str, now_ns: int) -> Row:
+    facts = rows.payload_hash(record)
     return {
-        "conflict_id": str(uuid5(_CONFLICTS, f"{settled.request_id}/{facts}")),
-        "request_id": settled.request_id,
+        "conflict_id": str(uuid5(_CONFLICTS, f"{request_id}/{facts}")),
+        "request_id": request_id,
         "seen_at": rows.at(now_ns),
         "payload_hash": facts,
-        "record": settled.request["record"],
+        "record": record,
     }
 
 
