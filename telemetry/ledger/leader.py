@@ -25,14 +25,20 @@ async def leadership(engine: AsyncEngine, wal_dir: Path) -> AsyncIterator[bool]:
             )
             yield bool(locked)
         return
+    fd = _lock_file(wal_dir)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _lock_file(wal_dir: Path) -> int | None:
     wal_dir.mkdir(parents=True, exist_ok=True)
     fd = os.open(wal_dir / "leader.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(fd)
+        return None
+    return fd

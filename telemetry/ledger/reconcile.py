@@ -4,6 +4,7 @@ Reads only. Log folders that a running server owns are read without their lock, 
 record, after the cursor was read: what the server appends meanwhile counts on both sides.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from decimal import Decimal
 from pathlib import Path
@@ -38,6 +39,7 @@ async def gather(
 ) -> Facts:
     """All facts, the rows in one transaction. Reads every row: minutes for tens of millions."""
     limit = rows.at(clock.now_ns() - round(overdue_s * 1e9))
+    nodes = await _nodes(engine, wal_dir)
     snapshot = engine.execution_options(
         isolation_level="REPEATABLE READ" if engine.dialect.name == "postgresql" else "SERIALIZABLE"
     )
@@ -48,7 +50,7 @@ async def gather(
         events, hours_off = await _compare_hours(db)
         event_money, rollup_money = await _money(db)
         return Facts(
-            nodes=tuple(_node_facts(folder, cursors) for folder in folders(wal_dir)),
+            nodes=nodes,
             admitted=sum(row.admitted for row in cursors.values()),
             settled=sum(row.settled for row in cursors.values()),
             refused=sum(row.refused for row in cursors.values()),
@@ -67,6 +69,27 @@ async def gather(
             hours_off=hours_off,
             requests_off=await _requests_off(db),
         )
+
+
+async def _nodes(engine: AsyncEngine, wal_dir: Path) -> tuple[NodeFacts, ...]:
+    """Logs beside cursors. A running server moves both: look again until the cursors stood still."""
+    async with engine.connect() as db:
+        for _ in range(20):
+            before = {row.node: row for row in await db.execute(select(CURSORS))}
+            await db.rollback()
+            facts = await asyncio.to_thread(_all_node_facts, wal_dir, before)
+            after = {row.node: row for row in await db.execute(select(CURSORS))}
+            await db.rollback()
+            if facts is not None and before == after:
+                return facts
+    return facts or ()
+
+
+def _all_node_facts(wal_dir: Path, cursors: dict[str, Any]) -> tuple[NodeFacts, ...] | None:
+    try:
+        return tuple(_node_facts(folder, cursors) for folder in folders(wal_dir))
+    except FileNotFoundError:  # a segment was shipped and deleted while we looked
+        return None
 
 
 def _node_facts(folder: Path, cursors: dict[str, Any]) -> NodeFacts:

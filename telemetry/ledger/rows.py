@@ -102,10 +102,9 @@ def _fold_one(folded: Folded, frame: Frame, node: str) -> None:
         settled = settlement_rows(entries.unpack_settlement(frame.payload))
         folded.opened.pop(settled.request_id, None)
         folded.attempts.pop(settled.request_id, None)
-        if settled.request_id in folded.settled:
+        first = folded.settled.setdefault(settled.request_id, settled)
+        if first is not settled:
             folded.again.append(settled)
-        else:
-            folded.settled[settled.request_id] = settled
 
 
 def intent_row(intent: entries.Intent, node: str) -> Row:

@@ -202,7 +202,7 @@ async def _apply(
     candidates = [] if refused else list(folded.settled.values())
     fresh = await _insert_requests(db, candidates)
     again = [s for s in candidates if s.request_id not in fresh]
-    conflicts = await _conflicts(db, again) + folded.again
+    conflicts = await _conflicts(db, again + folded.again)
     if refused:
         conflicts = [*folded.settled.values(), *folded.again]
     kept = [_conflict_row(s.request_id, s.request["record"], now_ns) for s in conflicts]

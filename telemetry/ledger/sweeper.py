@@ -1,9 +1,9 @@
 """Settle what nobody settled: requests of dead processes, and of nodes that never came back.
 
-A swept request is settled through the log like any other, by the owner of the dead process's folder,
-so it has exactly one settlement even if the sweeper dies half-way: it sweeps only what the database
-shows as open after everything on the log was shipped. The estimate is deterministic: the intent, the
-attempts that were started, and the progress slot that the dead process left.
+A swept request is settled through the log like any other, by the owner of the dead process's
+folder, so it has exactly one settlement even if the sweeper dies half-way: it sweeps only what the
+database shows as open after everything on the log was shipped. The estimate is deterministic: the
+intent, the attempts that were started, and the progress slot that the dead process left.
 """
 
 import logging
@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from telemetry.clock import Clock
 from telemetry.ledger import entries, rows
+from telemetry.ledger.errors import WalUnavailable
 from telemetry.ledger.estimate import end_attempts, fill_usage
 from telemetry.ledger.progress import Progress, read_slots, slot_files
 from telemetry.ledger.record import Rate, rate_or_unrated
@@ -36,9 +37,9 @@ class OpenIntent(Struct, frozen=True):
 def abandoned(intent: RequestRecord, progress: Progress | None) -> RequestRecord:
     """The settlement of a request whose process died. Mutates and returns `intent`.
 
-    Input is the estimate made at admission, billed only if content was read; output is what was read
-    from the backend before the end, which the progress slot knows. Without a slot (the folder's
-    disk is gone) nothing is known to have been generated, and nothing is invented."""
+    Input is the estimate made at admission, billed only if content was read; output is what was
+    read from the backend before the end, which the progress slot knows. Without a slot (it was on
+    another machine) nothing is known to have been generated, and nothing is invented."""
     ended_ns = max(
         [intent.opened_ns, *(attempt.started_ns for attempt in intent.attempts)],
     )
@@ -71,6 +72,8 @@ class Sweeper:
     async def sweep_dead(self, wal: WriteAheadLog) -> int:
         """Settle the open intents of earlier processes on this folder. Whoever holds the folder
         knows that they are gone."""
+        if wal.trouble is not None:
+            raise WalUnavailable(wal.trouble)
         opened = await self._open_intents(INTENTS.c.node == wal.node, INTENTS.c.boot != wal.boot)
         slots = _slots_of_dead(wal)
         for intent in opened:
