@@ -135,6 +135,7 @@ class UsageEventRow(LedgerBase):
     occurred_at: Mapped[datetime] = mapped_column(UtcTime)  # the attempt's start
     ended_at: Mapped[datetime] = mapped_column(UtcTime)
     outcome: Mapped[str] = mapped_column(String(32))
+    is_final: Mapped[bool] = mapped_column(Boolean)  # served, else last: it counts the request
     in_uncached_text: Mapped[int] = mapped_column(Big, default=0)
     in_cached_read: Mapped[int] = mapped_column(Big, default=0)
     in_cache_write_5m: Mapped[int] = mapped_column(Big, default=0)
@@ -235,7 +236,11 @@ class SpoolCursorRow(LedgerBase):
     node: Mapped[str] = mapped_column(String(80), primary_key=True)
     segment: Mapped[int] = mapped_column(Big)
     byte_offset: Mapped[int] = mapped_column(Big)
-    settled: Mapped[int] = mapped_column(Big)  # settlements shipped so far
+    records: Mapped[int] = mapped_column(Big)  # log records shipped so far, of every kind
+    admitted: Mapped[int] = mapped_column(Big)  # intents among them
+    settled: Mapped[int] = mapped_column(Big)  # settlements that became a gateway_request
+    refused: Mapped[int] = mapped_column(Big)  # of those, without an intent
+    swept: Mapped[int] = mapped_column(Big)  # of those, abandoned: closed by the sweeper
     updated_at: Mapped[datetime] = mapped_column(UtcTime)
 
 
@@ -246,8 +251,11 @@ class OpenIntentRow(LedgerBase):
 
     request_id: Mapped[str] = mapped_column(String(36), primary_key=True)
     node: Mapped[str] = mapped_column(String(80))
+    boot: Mapped[str] = mapped_column(String(32))  # the life of the process that admitted it
     deadline_at: Mapped[datetime] = mapped_column(UtcTime)
     record: Mapped[str] = mapped_column(Text)
+
+    __table_args__ = (Index("ix_open_intent_node", "node"),)
 
 
 class UsageConflictRow(LedgerBase):
