@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 from uuid import UUID
 
 import asyncpg
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -174,28 +174,39 @@ def _start_counting(_table: object, connection: Connection, **_: object) -> None
 
 
 class Tenant(Struct, frozen=True, kw_only=True):
-    """A tenant as it is shown."""
+    """A tenant."""
 
-    id: TenantId
-    name: str
-    state: TenantState
-    labels: dict[str, str]
+    id: Annotated[TenantId, Meta(description="Never changes and is never used again.")]
+    name: Annotated[str, Meta(description="Unique among tenants that are not deleted.")]
+    state: Annotated[
+        TenantState, Meta(description="The keys of a tenant that is not active are refused.")
+    ]
+    labels: Annotated[dict[str, str], Meta(description="Free facts, such as a cost centre.")]
     created_at: datetime
 
 
 class Key(Struct, frozen=True, kw_only=True):
-    """A key as it is shown: all but the secret and its HMAC."""
+    """An API key as it may be shown: all but the secret and its HMAC."""
 
-    id: KeyId
-    public_id: str
+    id: Annotated[KeyId, Meta(description="What the ledger and the audit log call it.")]
+    public_id: Annotated[str, Meta(description="The readable part: `sk-ml-PUBLICID-…`.")]
     tenant_id: TenantId
-    name: str
-    state: KeyState
-    model_allow: list[str] | None
+    name: Annotated[str, Meta(description="What it is for.")]
+    state: Annotated[
+        KeyState,
+        Meta(description="Of the key alone. rotated: replaced, and works until grace_until."),
+    ]
+    model_allow: Annotated[
+        list[str] | None,
+        Meta(
+            description="Models it may ask for: names, and starts of names followed by `*`. "
+            "null: all. Empty: none."
+        ),
+    ]
     created_at: datetime
-    expires_at: datetime | None
+    expires_at: Annotated[datetime | None, Meta(description="null: never.")]
     revoked_at: datetime | None
-    rotated_to: KeyId | None
+    rotated_to: Annotated[KeyId | None, Meta(description="The id of the key that replaces it.")]
     grace_until: datetime | None
 
 
