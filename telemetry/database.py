@@ -36,13 +36,13 @@ def open_engine(url: str) -> AsyncEngine:
 
     SQLite runs in WAL mode, so that readers (reports, `explain`) never block the shipper; a writer
     waits up to 10 s for another one. PostgreSQL connections are few: only workers, the admin API
-    and cold key look-ups use them, never the token path."""
+    and cold key look-ups use them, never the token path. Errors never show a row's values."""
     full = async_url(url)
     if full.startswith("sqlite"):
         path = make_url(full).database
         if path and path != ":memory:":
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        engine = create_async_engine(full, connect_args={"timeout": 10})
+        engine = create_async_engine(full, connect_args={"timeout": 10}, hide_parameters=True)
         event.listen(engine.sync_engine, "connect", _sqlite_pragmas)
         return engine
     return create_async_engine(
@@ -51,6 +51,7 @@ def open_engine(url: str) -> AsyncEngine:
         max_overflow=5,
         pool_pre_ping=True,
         pool_timeout=5,
+        hide_parameters=True,
         connect_args={"timeout": 5, "command_timeout": 30},
     )
 

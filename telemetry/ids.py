@@ -13,13 +13,25 @@ _EVENTS = UUID("6f1f3a5e-4c58-5d0e-9a55-0d6d1c7f2b10")
 
 
 def new_request_id(now_ns: int | None = None) -> RequestId:
-    """A UUIDv7: 48 bits of Unix milliseconds, 74 random bits."""
+    return RequestId(_uuid7(now_ns))
+
+
+def new_tenant_id(now_ns: int | None = None) -> TenantId:
+    return TenantId(_uuid7(now_ns))
+
+
+def new_key_id(now_ns: int | None = None) -> KeyId:
+    return KeyId(_uuid7(now_ns))
+
+
+def _uuid7(now_ns: int | None) -> str:
+    """48 bits of Unix milliseconds, 74 random bits: they sort by time."""
     ms = (time.time_ns() if now_ns is None else now_ns) // 1_000_000
     tail = int.from_bytes(os.urandom(10), "big")
     value = ms << 80 | tail
     value = value & ~(0xF << 76) | 0x7 << 76
     value = value & ~(0x3 << 62) | 0x2 << 62
-    return RequestId(str(UUID(int=value)))
+    return str(UUID(int=value))
 
 
 def usage_event_id(request_id: str, attempt_no: int) -> str:

@@ -1,0 +1,225 @@
+"""What the subcommands of `meterline` share: where the store comes from, how facts are printed,
+what an error looks like.
+
+A command works on the database itself; no server need run. The root group puts a `StoreOpener` into
+`click`'s context object: it reads the config file that `--config` names and says where the store
+is. Invariant: a user's mistake is one line on stderr and an exit code (1: the answer is no,
+2: bad input or no store), never a traceback.
+"""
+
+import asyncio
+import functools
+import getpass
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
+
+import click
+import msgspec
+from msgspec import Struct
+
+from gateway.errors import Conflict, GatewayError, NotFound
+from gateway.keys import KeyRing, PepperInvalid, open_pepper
+from gateway.tenants import Key, Page, Tenant, Tenants
+from telemetry.clock import Clock, SystemClock
+from telemetry.database import DatabaseUrlInvalid
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Item = TypeVar("Item", Tenant, Key)
+Format = Literal["table", "json"]
+
+DURATION: Final = re.compile(r"([0-9]{1,6})(s|m|h|d)")
+UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+class Store(Struct, frozen=True, kw_only=True):
+    """Where tenants and keys are."""
+
+    database: str
+    pepper: Path | bytes  # the file `key-pepper`, or what a secret reference resolved to
+
+    __repr__ = object.__repr__
+
+
+StoreOpener = Callable[[Path], Store]
+
+
+class Refused(click.ClickException):
+    """The answer is no."""
+
+    exit_code = 1
+
+
+class BadInput(click.ClickException):
+    """The question cannot be asked."""
+
+    exit_code = 2
+
+
+class Session:
+    """One command's access to the store."""
+
+    def __init__(self, store: Store, *, actor: str, clock: Clock) -> None:
+        self.actor = actor
+        self.clock = clock
+        self._store = store
+
+    def run(self, work: Callable[[Tenants], Awaitable[T]]) -> T:
+        """The result of `work` on an open store, which is closed afterwards."""
+
+        async def opened() -> T:
+            pepper = self._store.pepper
+            ring = KeyRing(open_pepper(pepper) if isinstance(pepper, Path) else pepper)
+            tenants = Tenants.open(self._store.database, ring, self.clock)
+            try:
+                return await work(tenants)
+            finally:
+                await tenants.close()
+
+        try:
+            return asyncio.run(opened())
+        except (NotFound, Conflict) as error:
+            raise Refused(error.message) from error
+        except GatewayError as error:
+            raise BadInput(error.message) from error
+        except (PepperInvalid, DatabaseUrlInvalid) as error:
+            raise BadInput(str(error)) from error
+        except OSError as error:
+            raise BadInput(f"{error.filename or 'data folder'}: {error.strerror}") from error
+
+
+def with_session(
+    command: Callable[Concatenate[Session, P], None],
+) -> Callable[P, None]:
+    """Adds `--config`, and passes the open session first."""
+
+    @click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        default=Path("meterline.toml"),
+        show_default=True,
+        help="The gateway's config file.",
+    )
+    @click.pass_obj
+    @functools.wraps(command)
+    def wrapped(opener: StoreOpener, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        config = kwargs.pop("config")
+        assert isinstance(config, Path)
+        session = Session(opener(config), actor=f"cli:{_user()}", clock=SystemClock())
+        command(session, *args, **kwargs)
+
+    return wrapped
+
+
+def with_format(command: Callable[P, None]) -> Callable[P, None]:
+    return click.option(
+        "--format",
+        "form",
+        type=click.Choice(["table", "json"]),
+        default="table",
+        show_default=True,
+        help="How to print the facts.",
+    )(command)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "unknown"
+
+
+async def every(page: Callable[[str | None], Awaitable[Page[Item]]]) -> list[Item]:
+    """All items of all pages."""
+    items: list[Item] = []
+    while True:
+        got = await page(items[-1].id if items else None)
+        items += got.items
+        if not got.has_more:
+            return items
+
+
+def print_items(items: Sequence[Struct], columns: Sequence[str], form: Format) -> None:
+    """A JSON array with all fields, or a table of these columns."""
+    if form == "json":
+        click.echo(json.dumps([msgspec.to_builtins(item) for item in items], indent=2))
+        return
+    rows = [[_cell(getattr(item, column)) for column in columns] for item in items]
+    for line in _aligned([[column.upper() for column in columns], *rows]):
+        click.echo(line)
+
+
+def print_item(item: Struct, form: Format, **more: str) -> None:
+    """A JSON object with all fields, or a line for each."""
+    facts = {**msgspec.to_builtins(item), **more}
+    if form == "json":
+        click.echo(json.dumps(facts, indent=2))
+        return
+    cells = {field: getattr(item, field) for field in item.__struct_fields__} | more
+    for line in _aligned([[field, _cell(value)] for field, value in cells.items()]):
+        click.echo(line)
+
+
+def parse_duration(text: str, option: str) -> timedelta:
+    """`90d`, `24h`, `15m`, `30s`; plain 0 too."""
+    if text == "0":
+        return timedelta(0)
+    match = DURATION.fullmatch(text)
+    if match is None:
+        raise BadInput(f"{option}: {text!r} is not a duration; write 30s, 15m, 24h or 90d")
+    return timedelta(**{UNITS[match[2]]: int(match[1])})
+
+
+def parse_expiry(text: str, now_ns: int, option: str) -> datetime:
+    """A duration from now, or an ISO date or time; UTC unless it says otherwise."""
+    if DURATION.fullmatch(text):
+        now = datetime.fromtimestamp(now_ns // 1_000_000_000, UTC)
+        try:
+            return now + parse_duration(text, option)
+        except OverflowError:
+            raise BadInput(f"{option}: {text!r} is too far away") from None
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadInput(
+            f"{option}: {text!r} is neither a duration (90d) nor a date (2030-01-31)"
+        ) from None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def parse_labels(pairs: Iterable[str], option: str) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator:
+            raise BadInput(f"{option}: {pair!r} is not KEY=VALUE")
+        if key in labels:
+            raise BadInput(f"{option}: {key!r} is given twice")
+        labels[key] = value
+    return labels
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case datetime():
+            return value.strftime("%Y-%m-%d %H:%M:%SZ")
+        case dict():
+            return ",".join(f"{key}={text}" for key, text in sorted(value.items())) or "-"
+        case list():
+            return ",".join(value) or "(none)"
+        case _:
+            return str(value) or "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
