@@ -89,7 +89,7 @@ class BackendPrices(Struct, frozen=True):
     gpu: GpuLike | None = None
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class Entry(Struct, frozen=True, kw_only=True, gc=False):
     """A price before it is published: `Price` without the ids that publishing gives."""
 
     provider: str
@@ -336,8 +336,6 @@ def _clauses(match: Any, notes: _Notes, where: str) -> Iterator[tuple[str, str]]
 
 def _regex(match: Any) -> str:
     """A rule as one regular expression over the lower-case name, for rules that must all hold."""
-    import re
-
     kind = type(match).__name__
     if kind == "ClauseOr":
         return "|".join(f"(?:{_regex(inner)})" for inner in match.or_)
@@ -450,7 +448,7 @@ def _rows(name: str, number: int, entries: Sequence[Entry]) -> list[dict[str, An
         {
             "price_id": f"{name}@{number}/{index:05d}",
             "book_id": f"{name}@{number}",
-            **{field: getattr(entry, field) for field in Entry.__struct_fields__},
+            **structs.asdict(entry),
         }
         for index, entry in enumerate(entries)
     ]

@@ -152,12 +152,15 @@ class AnthropicReport(Struct, frozen=True, kw_only=True):
     output_tokens_details: AnthropicOutputDetails | None = None
 
 
+_NULL = Raw(b"null")
+
+
 class _GroqExtension(Struct, frozen=True):
-    usage: Raw | None = None
+    usage: Raw = _NULL
 
 
 class _Carrier(Struct, frozen=True):
-    usage: Raw | None = None
+    usage: Raw = _NULL
     x_groq: _GroqExtension | None = None
 
 
@@ -177,9 +180,9 @@ def usage_in(message: bytes) -> Raw | None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     found = carrier.usage
-    if (found is None or bytes(found) == b"null") and carrier.x_groq is not None:
+    if found == _NULL and carrier.x_groq is not None:
         found = carrier.x_groq.usage
-    return None if found is None or bytes(found) == b"null" else found
+    return None if found == _NULL else found
 
 
 def from_openai(report: OpenAIReport | bytes | Raw) -> Normalised | None:
