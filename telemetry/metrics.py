@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
 
 import click
@@ -136,9 +137,8 @@ _DURATION = (
     *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 90.0),
     *(120.0, 180.0, 300.0, 420.0, 600.0, 900.0, 1800.0),
 )
-_DURATION_WHY = (
-    "the OpenTelemetry list ends at 82 s; reasoning models and our 600 s default timeout need 1800 s"
-)
+_DURATION_WHY = "the OpenTelemetry list ends at 82 s; reasoning models and a 600 s timeout with retries need "
+    "1800 s"
 _TTFT = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
     *(2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0),
@@ -377,9 +377,7 @@ UNAUTHENTICATED = _counter(
     "meterline_unauthenticated_requests_total",
     "requests",
     "Requests refused before anyone was identified.",
-    Label(
-        "reason", values=("missing", "malformed", "unknown", "expired", "revoked", "suspended")
-    ),
+    Label("reason", values=("missing", "malformed", "unknown", "expired", "revoked", "suspended")),
 )
 CONFIG_RELOADS = _counter(
     "meterline_config_reloads_total",
@@ -522,7 +520,9 @@ def instruments(
 def render(registry: CollectorRegistry, *, openmetrics: bool) -> bytes:
     """One scrape, in the format of Prometheus 0.0.4 or of OpenMetrics 1.0 (with exemplars)."""
     collector = _WithoutCreated(registry)
-    return bytes(render_openmetrics(collector) if openmetrics else render_text(collector))
+    if not openmetrics:
+        return render_text(collector)
+    return bytes(render_openmetrics(collector))  # type: ignore[no-untyped-call]  # library
 
 
 class _WithoutCreated(Collector):
@@ -608,6 +608,7 @@ def component(meter: str) -> str:
 
 
 _Key = tuple[str, ...]
+_bucket_values = attrgetter(*BUCKETS)
 
 
 class Metrics:
@@ -640,9 +641,8 @@ class Metrics:
         self._watched: list[tuple[Metric, Mapping[str, str], Callable[[], float]]] = []
         self._totals: list[float] = []  # of the watched ones, at the last reading
         self._requests: dict[_Key, tuple[Counter, Histogram, Histogram]] = {}
-        self._attempts: dict[_Key, Counter] = {}
-        self._tokens: dict[_Key, Counter] = {}
-        self._costs: dict[_Key, Counter] = {}
+        self._counters: dict[_Key, Counter] = {}
+        self._histograms: dict[_Key, Histogram] = {}
         self._initialise()
 
     # -- any metric --
@@ -737,9 +737,8 @@ class Metrics:
             record.surface, model, provider, stream, outcome
         )
         requests.inc()
-        self.add(
-            SWEPT if outcome is Outcome.ABANDONED else SETTLED, node=self._folded("node", record.node)
-        )
+        closed = SWEPT if outcome is Outcome.ABANDONED else SETTLED
+        self._cached_counter(closed, self._folded("node", record.node)).inc()
         for attempt in record.attempts:
             self._observe_attempt(attempt, outcome)
         if outcome is Outcome.ABANDONED:
@@ -757,25 +756,20 @@ class Metrics:
     def _observe_attempt(self, attempt: Attempt, outcome: Outcome) -> None:
         model = self._folded("model", attempt.model)
         provider = self._folded("provider", attempt.provider)
-        ended = attempt.outcome or outcome
-        key: _Key = (provider, model, attempt.reason, ended)
-        tries = self._attempts.get(key)
-        if tries is None:
-            tries = self._counter(ATTEMPTS, *key)
-            self._attempts[key] = tries
-        tries.inc()
+        ended = (attempt.outcome or outcome)._value_
+        self._cached_counter(ATTEMPTS, provider, model, attempt.reason, ended).inc()
         usage = attempt.usage
         if usage is not None:
-            source = attempt.usage_source
-            for bucket in BUCKETS:
-                tokens = getattr(usage, bucket)
+            source = attempt.usage_source._value_
+            for bucket, tokens in zip(BUCKETS, _bucket_values(usage), strict=True):
                 if tokens:
-                    self._token_counter(model, provider, bucket, source).inc(tokens)
+                    self._cached_counter(TOKENS, model, provider, bucket, source).inc(tokens)
             if attempt.usage_quality is UsageQuality.AMBIGUOUS:
                 self.add(AMBIGUOUS_USAGE, provider=provider, model=model)
         for charge in attempt.charges:
             if charge.amount:
-                self._cost_counter(model, provider, charge.meter).inc(float(charge.amount))
+                part = component(charge.meter)
+                self._cached_counter(COST, model, provider, part).inc(float(charge.amount))
         if is_unpriced(attempt):
             self.add(UNPRICED_USAGE, provider=provider, model=model)
 
@@ -789,59 +783,53 @@ class Metrics:
     ) -> None:
         usage, first_ns, ended_ns = served.usage, served.first_token_ns, served.ended_ns
         if served.timings is not None and served.timings.queue_s is not None:
-            self.measure(QUEUE_WAIT, served.timings.queue_s, model=model, provider=provider)
+            self._cached_histogram(QUEUE_WAIT, model, provider).observe(served.timings.queue_s)
         if not record.stream or first_ns is None:
             return
         size = input_class(record.input_estimate if usage is None else usage.input_tokens)
-        ttft = self.child(TIME_TO_FIRST_TOKEN, model=model, provider=provider, input_class=size)
-        assert isinstance(ttft, Histogram)
+        ttft = self._cached_histogram(TIME_TO_FIRST_TOKEN, model, provider, size)
         ttft.observe((first_ns - record.opened_ns) / 1e9, exemplar)
-        complete = served.outcome is Outcome.OK and ended_ns is not None
-        if complete and usage is not None and usage.output_tokens > 1:
-            assert ended_ns is not None
-            mean_s = (ended_ns - first_ns) / (usage.output_tokens - 1) / 1e9
-            self.measure(TIME_PER_OUTPUT_TOKEN, mean_s, model=model, provider=provider)
+        if served.outcome is not Outcome.OK or usage is None or ended_ns is None:
+            return
+        intervals = usage.output_tokens - 1
+        if intervals > 0:
+            tpot = self._cached_histogram(TIME_PER_OUTPUT_TOKEN, model, provider)
+            tpot.observe((ended_ns - first_ns) / intervals / 1e9)
 
-    # -- cached children --
+    # -- cached children: a look-up in the library costs more than the observation --
 
     def _request(
         self, route: str, model: str, provider: str, stream: str, outcome: Outcome
     ) -> tuple[Counter, Histogram, Histogram]:
-        key: _Key = (route, model, provider, stream, outcome)
+        key: _Key = (route, model, provider, stream, outcome._value_)
         found = self._requests.get(key)
         if found is None:
             against = "false" if outcome in NOT_AGAINST_SLO else "true"
             found = (
-                self._counter(REQUESTS, *key, against),
-                self._histogram(REQUEST_DURATION, route, model, provider),
-                self._histogram(OVERHEAD, route, model, provider),
+                self._cached_counter(REQUESTS, *key, against),
+                self._cached_histogram(REQUEST_DURATION, route, model, provider),
+                self._cached_histogram(OVERHEAD, route, model, provider),
             )
             self._requests[key] = found
         return found
 
-    def _token_counter(self, *key: str) -> Counter:
-        found = self._tokens.get(key)
+    def _cached_counter(self, metric: Metric, *values: str) -> Counter:
+        key = (metric.name, *values)
+        found = self._counters.get(key)
         if found is None:
-            found = self._tokens[key] = self._counter(TOKENS, *key)
+            made = self._instruments[metric.name].labels(*values)
+            assert isinstance(made, Counter)
+            found = self._counters[key] = made
         return found
 
-    def _cost_counter(self, model: str, provider: str, meter: str) -> Counter:
-        part = component(meter)
-        key: _Key = (model, provider, part)
-        found = self._costs.get(key)
+    def _cached_histogram(self, metric: Metric, *values: str) -> Histogram:
+        key = (metric.name, *values)
+        found = self._histograms.get(key)
         if found is None:
-            found = self._costs[key] = self._counter(COST, *key)
+            made = self._instruments[metric.name].labels(*values)
+            assert isinstance(made, Histogram)
+            found = self._histograms[key] = made
         return found
-
-    def _counter(self, metric: Metric, *values: str) -> Counter:
-        child = self._instruments[metric.name].labels(*map(str, values))
-        assert isinstance(child, Counter)
-        return child
-
-    def _histogram(self, metric: Metric, *values: str) -> Histogram:
-        child = self._instruments[metric.name].labels(*values)
-        assert isinstance(child, Histogram)
-        return child
 
     def _instrument(self, metric: Metric) -> Instrument:
         found = self._instruments.get(metric.name)
@@ -885,7 +873,7 @@ class Metrics:
         for index, (metric, labels, read) in enumerate(self._watched):
             try:
                 value = float(read())
-            except Exception:  # noqa: BLE001 - someone else's callback; one must not end the scrape
+            except Exception:
                 log.warning("gauge_failed", extra={"metric": metric.name}, exc_info=True)
                 self.add(OBSERVER_ERRORS, observer="gauge")
                 value = float("nan")
@@ -896,7 +884,7 @@ class Metrics:
                 self._totals[index] = value
 
 
-# --- docs/reference/metrics.md ----------------------------------------------------------------------
+# --- docs/reference/metrics.md --------------------------------------------------------------------
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 
