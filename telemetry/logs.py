@@ -181,12 +181,6 @@ _COLOURS = {logging.WARNING: _YELLOW, logging.ERROR: _RED, logging.CRITICAL: _RE
 class ConsoleFormatter(logging.Formatter):
     """`12:00:01.250 INFO  gateway.app  listening  url=http://…`, coloured on a terminal."""
 
-    _COLOURS = {
-        logging.WARNING: "\x1b[33m",
-        logging.ERROR: "\x1b[31m",
-        logging.CRITICAL: "\x1b[31m",
-    }
-
     def __init__(self, coloured: bool) -> None:
         super().__init__()
         self._coloured = coloured
