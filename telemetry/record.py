@@ -36,6 +36,18 @@ class Outcome(StrEnum):
     ABANDONED = "abandoned"  # nobody settled it (crash): closed by the sweeper, estimated
 
 
+# What an operator answers for: neither served, nor refused for cause, nor left by the client.
+FAILURES = frozenset(
+    {
+        Outcome.UPSTREAM_ERROR,
+        Outcome.TIMEOUT,
+        Outcome.TRUNCATED,
+        Outcome.INTERNAL_ERROR,
+        Outcome.ABANDONED,
+    }
+)
+
+
 class Charge(Struct, frozen=True, kw_only=True, gc=False):
     """One priced line: quantity of one meter at one dated price. Exact at scale 15, never rounded.
 
@@ -121,6 +133,12 @@ class RequestRecord(Struct, kw_only=True):
             if attempt.first_token_ns is not None:
                 return attempt
         return None
+
+    @property
+    def keeps_trace(self) -> bool:
+        """Whether spans are made of this record: its trace is sampled, or it failed on our side
+        of the wire, which nobody should have to reproduce to see."""
+        return self.sampled or self.outcome in FAILURES
 
     @property
     def charges(self) -> tuple[Charge, ...]:

@@ -1,0 +1,1 @@
+"""Grafana dashboards as code. Knows the names of telemetry's metrics and nothing else of ours."""
