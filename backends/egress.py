@@ -13,12 +13,12 @@ import ssl
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Final
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 import httpcore
 import httpx
-from typing_extensions import Self, override
+from typing_extensions import override
 
 UNIX_SCHEME: Final = "unix://"
 UNIX_HOST: Final = "localhost"  # what the Host header says to a server on a Unix socket
@@ -64,7 +64,9 @@ def split_base_url(base_url: str) -> tuple[str, str | None]:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("base_url must begin with http://, https:// or unix://")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError("base_url may hold a host and a path, but no credential, query or fragment")
+        raise ValueError(
+            "base_url may hold a host and a path, but no credential, query or fragment"
+        )
     return base_url.rstrip("/"), None
 
 
@@ -87,7 +89,6 @@ def client(
         ),
         trust_env=False,
         follow_redirects=False,
-        timeout=None,
     )
 
 

@@ -19,10 +19,10 @@ from backends.base import (
     BackendError,
     BackendFailed,
     BackendProtocol,
-    BackendTimeout,
     BackendTruncated,
     BackendUnavailable,
     ChatRequest,
+    Chunk,
     Event,
     Phase,
 )
@@ -35,6 +35,7 @@ from telemetry.usage import UsageSource
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 MAX_EVENT_BYTES: Final = 8 * 1024 * 1024
 MAX_ERROR_BYTES: Final = 64 * 1024  # an error body is read only so far
+MAX_ERROR_S: Final = 2.0
 MAX_UNREAD_S: Final = 0.2  # how long the end of the connection's bytes is waited for after [DONE]
 READY_S: Final = 2.0
 
@@ -107,10 +108,10 @@ class OpenAICompatible:
         try:
             with mapping_httpx_errors(request, backend=self.name, stage="answer"):
                 pieces = aiter(response.stream)  # type: ignore[arg-type]  # of an AsyncClient
-                await self._check(response, pieces, deadlines)
+                await self._check(response, pieces, is_stream=request.stream)
                 provider_request_id = wire.label(response.headers.get("x-request-id"))
                 if not request.stream:
-                    data = await self._read(pieces, deadlines, self._max_answer_bytes)
+                    data = await self._read(pieces, deadlines)
                     yield reader.whole(data)
                     yield reader.final(provider_request_id=provider_request_id)
                     return
@@ -179,7 +180,7 @@ class OpenAICompatible:
         )
 
     async def _check(
-        self, response: httpx.Response, pieces: AsyncIterator[bytes], deadlines: Deadlines
+        self, response: httpx.Response, pieces: AsyncIterator[bytes], *, is_stream: bool
     ) -> None:
         """Raise unless this is an answer of the kind that was asked for."""
         status = response.status_code
@@ -195,7 +196,7 @@ class OpenAICompatible:
                 "the upstream encoded its answer though asked not to", backend=self.name
             )
         if status != 200:
-            body = await self._read(pieces, deadlines, MAX_ERROR_BYTES, is_cut_allowed=True)
+            body = await self._read_error(pieces)
             raise wire.error_of_status(
                 status,
                 body,
@@ -208,12 +209,10 @@ class OpenAICompatible:
                 scrub=self._scrub,
             )
         content_type = headers.get("content-type", "")
-        is_stream_asked = response.request.headers["accept"] == "text/event-stream"
-        if is_stream_asked and content_type.startswith("application/json"):
-            body = await self._read(pieces, deadlines, MAX_ERROR_BYTES, is_cut_allowed=True)
-            raise self._not_a_stream(body)
+        if is_stream and content_type.startswith("application/json"):
+            raise self._not_a_stream(await self._read_error(pieces))
         if content_type.startswith("text/html") or (
-            not is_stream_asked and content_type.startswith("text/event-stream")
+            not is_stream and content_type.startswith("text/event-stream")
         ):
             raise BackendProtocol(
                 "the upstream's answer is of another type than asked for", backend=self.name
@@ -226,29 +225,32 @@ class OpenAICompatible:
             "the upstream answered whole though a stream was asked for", backend=self.name
         )
 
-    async def _read(
-        self,
-        pieces: AsyncIterator[bytes],
-        deadlines: Deadlines,
-        limit: int,
-        *,
-        is_cut_allowed: bool = False,
-    ) -> bytes:
-        """The body; beyond `limit` it is cut (errors) or refused (answers)."""
+    async def _read(self, pieces: AsyncIterator[bytes], deadlines: Deadlines) -> bytes:
         parts: list[bytes] = []
         size = 0
         while (piece := await deadlines.next(pieces)) is not None:
             parts.append(piece)
             size += len(piece)
-            if size > limit:
-                if is_cut_allowed:
-                    break
+            if size > self._max_answer_bytes:
                 raise BackendProtocol(
                     "the upstream's answer is larger than the limit", backend=self.name
                 )
         return b"".join(parts)
 
-    def _chunk(self, reader: wire.AnswerReader, data: bytes, *, is_cut: bool) -> Event | None:
+    async def _read_error(self, pieces: AsyncIterator[bytes]) -> bytes:
+        """As much of an error's body as comes soon; its status is known without it."""
+        parts: list[bytes] = []
+        size = 0
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(MAX_ERROR_S):
+                async for piece in pieces:
+                    parts.append(piece)
+                    size += len(piece)
+                    if size > MAX_ERROR_BYTES:
+                        break
+        return b"".join(parts)
+
+    def _chunk(self, reader: wire.AnswerReader, data: bytes, *, is_cut: bool) -> Chunk | None:
         """What the stream's last event says when no blank line closed it: it may be half of one."""
         try:
             return reader.chunk(data)
@@ -332,9 +334,11 @@ def _translated(
     known = next(kind for kind in type(error).__mro__ if kind in MEANING_OF_HTTPX)
     meaning = MEANING_OF_HTTPX[known]
     if meaning == "unavailable":
-        why = "the host resolves to an internal address" if isinstance(
-            error, egress.EgressRefused
-        ) else "no connection to the upstream"
+        why = (
+            "the host resolves to an internal address"
+            if isinstance(error, egress.EgressRefused)
+            else "no connection to the upstream"
+        )
         return BackendUnavailable(why, backend=backend)
     if meaning in ("connect", "total"):
         phase: Phase = "connect" if meaning == "connect" else "total"

@@ -284,7 +284,9 @@ class AnswerReader:
     def _finished(self, choice: _Choice) -> None:
         reasons = self._finish_reasons
         if choice.index not in reasons and len(reasons) >= MAX_CHOICES:
-            raise BackendProtocol("the upstream's answer has no end of choices", backend=self._backend)
+            raise BackendProtocol(
+                "the upstream's answer has no end of choices", backend=self._backend
+            )
         reason = choice.finish_reason
         if reason is not None:
             reasons[choice.index] = reason[:FIELD_CHARS]
@@ -423,6 +425,11 @@ def error_in_answer(
         backend=backend,
         status=status if status >= 400 else None,
     )
+
+
+def is_error_body(body: bytes) -> bool:
+    """Whether a body is an error object, in any of the shapes servers use."""
+    return _error_object(body) is not None
 
 
 _STATUS_OF_WORD: Final = {

@@ -1,5 +1,7 @@
 """The SSE parser: the specification's cases, and any chunking against a naive reference."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,7 +131,7 @@ _streams = st.builds(
 def test_any_chunking_equals_the_reference(stream: bytes, cuts: list[int]) -> None:
     """Whatever the bytes and wherever they are cut, the events are the reference's."""
     points = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    chunks = [stream[a:b] for a, b in zip(points, points[1:], strict=False)]
+    chunks = [stream[a:b] for a, b in pairwise(points)]
     assert parse(*chunks) == reference(stream)
 
 
