@@ -40,7 +40,7 @@ if sys.platform == "linux":
     ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 Phase = Literal["starting", "ready", "restarting", "failed", "stopped"]
@@ -107,7 +107,9 @@ class EngineProcess:
         self._state = EngineState(phase="starting")
         self._changed = asyncio.Condition()
         self._keeper: asyncio.Task[None] | None = None
-        self._last_line: str | None = None
+        self._last_line: str | None = None  # of the running child's stderr
+        self._verdict: str | None = None  # why we killed it
+        self._ready_ns: int | None = None  # since when it is ready
 
     @property
     def state(self) -> EngineState:
@@ -140,24 +142,29 @@ class EngineProcess:
         await self._become(EngineState(phase="stopped", restarts=self._state.restarts))
 
     async def _keep(self) -> None:
+        try:
+            await self._keep_alive()
+        except Exception:
+            _log.exception("supervision ended", extra={"engine": self.name})
+            reason = "its supervision ended by a defect; the log says where"
+            await self._become(
+                structs.replace(self._state, phase="failed", reason=reason, pid=None)
+            )
+
+    async def _keep_alive(self) -> None:
         """Run the child again and again until it fails for good or we are told to stop."""
         failures = 0
         restarts = 0
         while True:
-            phase: Phase = "restarting" if restarts else "starting"
-            await self._become(structs.replace(self._state, phase=phase, restarts=restarts))
-            try:
-                exit_code, ready_s = await self._run_once(phase, restarts)
-            except OSError as error:
-                reason = f"the engine cannot be started: {error.strerror}"
-                await self._become(EngineState(phase="failed", reason=reason, restarts=restarts))
-                return
-            reason = self._last_line or f"the engine ended with exit code {exit_code}"
+            exit_code = await self._run_once("restarting" if restarts else "starting", restarts)
+            reason = (
+                self._verdict or self._last_line or f"the engine ended with exit code {exit_code}"
+            )
             if exit_code == EXIT_CONFIGURATION:
                 _log.error("engine misconfigured", extra={"engine": self.name, "reason": reason})
                 await self._become(EngineState(phase="failed", reason=reason, restarts=restarts))
                 return
-            failures = 0 if ready_s >= self._patience.stable_s else failures + 1
+            failures = 1 if self._ready_s() >= self._patience.stable_s else failures + 1
             restarts += 1
             await self._become(EngineState(phase="restarting", reason=reason, restarts=restarts))
             pause_s = self._pause_s(failures)
@@ -174,13 +181,19 @@ class EngineProcess:
 
     def _pause_s(self, failures: int) -> float:
         """Exponential, with half of it at random so that engines do not restart in step."""
-        doubled = self._patience.backoff_s * 2 ** min(max(failures - 1, 0), 30)
+        doubled: float = self._patience.backoff_s * 2 ** min(failures - 1, 30)
         return min(doubled, self._patience.backoff_max_s) * self._jitter.uniform(0.5, 1.0)
 
-    async def _run_once(self, phase: Phase, restarts: int) -> tuple[int, float]:
-        """Start the child and stay with it to its end: its exit code, and how long it was ready.
-        Whatever happens, it is gone when this returns or raises."""
-        self._last_line = None
+    def _ready_s(self) -> float:
+        """For how long the child that has just ended was ready."""
+        if self._ready_ns is None:
+            return 0.0
+        return (self._clock.monotonic_ns() - self._ready_ns) / 1e9
+
+    async def _run_once(self, phase: Phase, restarts: int) -> int:
+        """Start the child and stay with it to its end: its exit code. Whatever happens, it is
+        gone when this returns or raises."""
+        self._last_line = self._verdict = self._ready_ns = None
         self.socket_path.unlink(missing_ok=True)
         child = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -192,53 +205,50 @@ class EngineProcess:
             start_new_session=True,  # a Ctrl-C is ours to act on: streams end before their engine
         )
         assert child.stderr is not None
-        reason = self._state.reason
-        await self._become(
-            EngineState(phase=phase, reason=reason, restarts=restarts, pid=child.pid)
-        )
-        reading = asyncio.create_task(self._forward(child.stderr))
-        watching = asyncio.create_task(self._watch(child, restarts))
         try:
-            exit_code = await child.wait()
-            await asyncio.wait((reading,), timeout=1.0)  # its last words
-            ended_ns = self._clock.monotonic_ns()
+            await self._become(
+                EngineState(
+                    phase=phase, reason=self._state.reason, restarts=restarts, pid=child.pid
+                )
+            )
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(self._forward(child.stderr))
+                watching = group.create_task(self._watch(child, restarts))
+                exit_code = await child.wait()
+                watching.cancel()
+                await asyncio.wait((reading,), timeout=1.0)  # its last words
+                reading.cancel()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
             await self._stop(child)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
             self.socket_path.unlink(missing_ok=True)
-        became_ready_ns = None if watching.cancelled() else watching.result()
-        return exit_code, 0.0 if became_ready_ns is None else (ended_ns - became_ready_ns) / 1e9
+        return exit_code
 
-    async def _watch(self, child: asyncio.subprocess.Process, restarts: int) -> int | None:
-        """Ask for its health; kill it when it loads too long or hangs. Ends with the child."""
+    async def _watch(self, child: asyncio.subprocess.Process, restarts: int) -> None:
+        """Ask for its health; kill it when it loads too long or hangs."""
         patience = self._patience
         deadline_ns = self._clock.monotonic_ns() + round(patience.load_s * 1e9)
-        ready_ns: int | None = None
         async with egress.client(socket_path=str(self.socket_path), max_connections=1) as client:
-            while child.returncode is None:
-                answered = await self._is_healthy(client)
+            while True:
+                is_healthy = await self._is_healthy(client)
                 now_ns = self._clock.monotonic_ns()
-                if answered:
+                if is_healthy:
                     deadline_ns = now_ns + round(patience.hang_s * 1e9)
-                    if ready_ns is None:
-                        ready_ns = now_ns
+                    if self._ready_ns is None:
+                        self._ready_ns = now_ns
                         _log.info("engine ready", extra={"engine": self.name, "pid": child.pid})
                         await self._become(
                             EngineState(phase="ready", restarts=restarts, pid=child.pid)
                         )
                 elif now_ns >= deadline_ns:
-                    self._last_line = (
-                        f"the engine did not answer for {patience.hang_s:g} s"
-                        if ready_ns is not None
-                        else f"the engine was not ready within {patience.load_s:g} s"
+                    self._verdict = (
+                        f"the engine was not ready within {patience.load_s:g} s"
+                        if self._ready_ns is None
+                        else f"the engine did not answer for {patience.hang_s:g} s"
                     )
                     _kill(child, signal.SIGKILL)
-                    return ready_ns
-                await asyncio.sleep(patience.poll_s if ready_ns is None else patience.check_s)
-        return ready_ns
+                    return
+                is_loading = self._ready_ns is None
+                await asyncio.sleep(patience.poll_s if is_loading else patience.check_s)
 
     async def _is_healthy(self, client: httpx.AsyncClient) -> bool:
         try:
@@ -298,12 +308,14 @@ class Supervised:
     On the first load they wait for as long as they would wait for a first token, after a crash
     only for as long as for a connection, so that a fallback is tried soon."""
 
-    def __init__(self, backend: Backend, process: EngineProcess) -> None:
+    def __init__(
+        self, backend: Backend, process: EngineProcess, *, clock: Clock | None = None
+    ) -> None:
         self.name = backend.name
         self.provider = backend.provider
         self.process = process
         self._backend = backend
-        self._clock: Clock = SystemClock()
+        self._clock = clock or SystemClock()
 
     async def chat(self, request: ChatRequest, /) -> AsyncIterator[Event]:
         if not self.process.is_ready:
