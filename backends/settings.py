@@ -41,11 +41,29 @@ class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "the quick brown fox jumps over the lazy dog"
     )
     fail: Annotated[
-        Literal["never", "refuse", "500", "429", "401", "stall", "cut", "garbage"],
+        Literal[
+            "never",
+            "refuse",
+            "500",
+            "429",
+            "401",
+            "stall",
+            "cut",
+            "garbage",
+            "error_event",
+            "error_200",
+        ],
         Meta(description="How it fails, on each request that `fail_every` selects."),
     ] = "never"
+    fail_after: Annotated[
+        int, Meta(ge=0, description="Tokens sent before a stall, cut, garbage or error event.")
+    ] = 2
     fail_every: Annotated[int, Meta(ge=1, description="Every n-th request fails.")] = 1
     report_usage: Annotated[bool, Meta(description="false: answers carry no usage.")] = True
+    books: Annotated[
+        str | None,
+        Meta(description="File to which it appends each token it generates, for audits."),
+    ] = None
 
 
 class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

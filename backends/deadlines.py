@@ -1,0 +1,76 @@
+"""The four timeouts of one attempt, kept in one place and told apart by their phase.
+
+It waits for the next piece of an answer and knows nothing of what is in it: the reader of the
+answer says when content came. Time that the consumer takes between two pieces is not the
+upstream's and does not count, except against the total.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+from backends.base import BackendTimeout, Phase, Timeouts
+
+T = TypeVar("T")
+
+_WORDS: dict[Phase, str] = {
+    "connect": "no connection to the upstream within {:g} s",
+    "first_token": "no first token from the upstream within {:g} s",
+    "inter_token": "the upstream's stream stood still for {:g} s",
+    "total": "the upstream's answer was not complete within {:g} s",
+}
+
+
+class Deadlines:
+    """Starts with the attempt. `is_stream` false: a whole answer has one wait, the total."""
+
+    def __init__(self, timeouts: Timeouts, *, backend: str, is_stream: bool) -> None:
+        self._timeouts = timeouts
+        self._backend = backend
+        self._clock = asyncio.get_running_loop().time
+        now = self._clock()
+        self._total = now + timeouts.total_s
+        self._phase: Phase = "total"
+        self._at = self._total
+        if is_stream:
+            self._set("first_token", now + timeouts.first_token_s)
+
+    def progressed(self, *, has_content: bool) -> None:
+        """An event came. Only content ends the wait for the first token."""
+        if has_content or self._phase == "inter_token":
+            self._set("inter_token", self._clock() + self._timeouts.inter_token_s)
+
+    async def wait(self, awaitable: Awaitable[T]) -> T:
+        """The result, or BackendTimeout of the phase that ran out first."""
+        limit = asyncio.timeout_at(self._at)
+        try:
+            async with limit:
+                return await awaitable
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # not ours: some socket timeout below
+            raise self.expired(self._phase) from error
+
+    async def next(self, pieces: AsyncIterator[bytes]) -> bytes | None:
+        """The next piece, None at the end, or BackendTimeout."""
+        limit = asyncio.timeout_at(self._at)
+        try:
+            async with limit:
+                return await anext(pieces)
+        except StopAsyncIteration:
+            return None
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self.expired(self._phase) from error
+
+    def expired(self, phase: Phase) -> BackendTimeout:
+        seconds: float = getattr(self._timeouts, f"{phase}_s")
+        return BackendTimeout(_WORDS[phase].format(seconds), backend=self._backend, phase=phase)
+
+    def _set(self, phase: Phase, at: float) -> None:
+        """The total is over all: whichever comes first."""
+        if at < self._total:
+            self._phase, self._at = phase, at
+        else:
+            self._phase, self._at = "total", self._total

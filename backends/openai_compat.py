@@ -1,0 +1,350 @@
+"""Any server that speaks the OpenAI API, over httpx: our engine, vLLM, and the vendors.
+
+It carries bytes: the client's body goes up and the answer comes down unchanged (`wire` says what
+must change and what must be read). It never logs a body, a key or a URL and puts none of them
+into an exception; nothing of httpx leaves it. Invariant: an iterator of `chat` that ends without
+error has yielded exactly one `Final`, and closing it closes the upstream's connection at once.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from importlib import metadata
+from typing import Final, Literal
+
+import httpx
+
+from backends import egress, wire
+from backends.base import (
+    BackendError,
+    BackendFailed,
+    BackendProtocol,
+    BackendTruncated,
+    BackendUnavailable,
+    ChatRequest,
+    Chunk,
+    Event,
+    Phase,
+)
+from backends.deadlines import Deadlines
+from backends.settings import BackendSettings
+from backends.sse import EventTooLarge, SSEParser
+from telemetry.clock import Clock, SystemClock
+from telemetry.usage import UsageSource
+
+MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+MAX_EVENT_BYTES: Final = 8 * 1024 * 1024
+MAX_ERROR_BYTES: Final = 64 * 1024  # an error body is read only so far
+MAX_ERROR_S: Final = 2.0
+MAX_UNREAD_S: Final = 0.2  # how long the end of the connection's bytes is waited for after [DONE]
+READY_S: Final = 2.0
+
+_PATHS: Final = {"chat": "/chat/completions", "completions": "/completions"}
+
+
+def user_agent() -> str:
+    try:
+        return f"meterline/{metadata.version('meterline')}"
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "meterline/0"
+
+
+class OpenAICompatible:
+    """One upstream. `client` is its own (`egress.client`) and closed with it.
+
+    `is_engine`: ours, so it gets `cache_salt` and `priority`, and its times are believed.
+    """
+
+    def __init__(
+        self,
+        settings: BackendSettings,
+        api_key: str | None,
+        client: httpx.AsyncClient,
+        *,
+        normalise: wire.Normalise,
+        provider: str = "openai",
+        is_engine: bool = False,
+        clock: Clock | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        self.name = settings.name
+        self.provider = provider
+        self._client = client
+        self._normalise = normalise
+        self._is_engine = is_engine
+        self._clock = clock or SystemClock()
+        self._max_answer_bytes = max_answer_bytes
+        self._max_event_bytes = max_event_bytes
+        base_url, _ = egress.split_base_url(settings.base_url or "")
+        self._urls = {surface: httpx.URL(base_url + path) for surface, path in _PATHS.items()}
+        self._ready_url = httpx.URL(base_url).join("/health" if is_engine else base_url + "/models")
+        self._forwards_trace = is_engine or settings.allow_private  # never to third parties
+        self._headers = {
+            "host": self._ready_url.netloc.decode("ascii"),
+            "content-type": "application/json",
+            "user-agent": user_agent(),
+            "accept-encoding": "identity",  # what is not encoded needs no second copy
+        }
+        self._secrets = [self._ready_url.netloc.decode("ascii"), self._ready_url.host]
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
+            self._secrets.insert(0, api_key)
+
+    async def chat(self, request: ChatRequest, /) -> AsyncIterator[Event]:
+        """The attempt. See `backends.base` for the order of events."""
+        body = wire.upstream_body(request, is_engine=self._is_engine, backend=self.name)
+        deadlines = Deadlines(request.timeouts, backend=self.name, is_stream=request.stream)
+        reader = wire.AnswerReader(
+            backend=self.name,
+            normalise=self._normalise,
+            usage_source=UsageSource.ENGINE if self._is_engine else UsageSource.REPORTED,
+            scrub=self._scrub,
+        )
+        with mapping_httpx_errors(request, backend=self.name, stage="request"):
+            response = await deadlines.wait(
+                self._client.send(self._request(request, body), stream=True)
+            )
+        try:
+            with mapping_httpx_errors(request, backend=self.name, stage="answer"):
+                pieces = aiter(response.stream)  # type: ignore[arg-type]  # of an AsyncClient
+                await self._check(response, pieces, is_stream=request.stream)
+                provider_request_id = wire.label(response.headers.get("x-request-id"))
+                if not request.stream:
+                    data = await self._read(pieces, deadlines)
+                    yield reader.whole(data)
+                    yield reader.final(provider_request_id=provider_request_id)
+                    return
+                parser = SSEParser(max_event_bytes=self._max_event_bytes)
+                is_open = True
+                while is_open:
+                    piece = await deadlines.next(pieces)
+                    if piece is None:
+                        is_open = False
+                        events = parser.end()
+                    else:
+                        events = parser.feed(piece)
+                    for event in events:
+                        data = event.data
+                        if data == wire.DONE:
+                            is_open = False
+                            break
+                        if event.event == "error":
+                            raise reader.failure(data)
+                        chunk = self._chunk(reader, data, is_cut=piece is None)
+                        if chunk is None:
+                            continue
+                        yield chunk
+                        deadlines.progressed(has_content=chunk.content_bytes > 0)
+                final = reader.final(provider_request_id=provider_request_id)
+                await self._exhaust(pieces)
+                yield final
+        except EventTooLarge as error:
+            raise BackendProtocol(
+                "the upstream sent an event larger than the limit", backend=self.name
+            ) from error
+        finally:
+            await response.aclose()
+
+    async def is_ready(self) -> bool:
+        """Our engine: its health route. Others: whether they list their models for our key."""
+        headers = {**self._headers, "accept": "application/json"}
+        try:
+            async with asyncio.timeout(READY_S):
+                request = httpx.Request("GET", self._ready_url, headers=headers)
+                response = await self._client.send(request, stream=True)
+                await response.aclose()
+        except (httpx.HTTPError, TimeoutError):
+            return False
+        return response.status_code == 200
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    def _request(self, request: ChatRequest, body: bytes) -> httpx.Request:
+        """Built by hand, not by the client: nothing but these headers goes up, and no cookie."""
+        headers = {
+            **self._headers,
+            "accept": "text/event-stream" if request.stream else "application/json",
+            "x-request-id": request.request_id,
+        }
+        if request.traceparent is not None and self._forwards_trace:
+            headers["traceparent"] = request.traceparent
+        connect_s = request.timeouts.connect_s
+        return httpx.Request(
+            "POST",
+            self._urls[request.surface],
+            headers=headers,
+            content=body,
+            extensions={"timeout": {"connect": connect_s, "pool": connect_s}},
+        )
+
+    async def _check(
+        self, response: httpx.Response, pieces: AsyncIterator[bytes], *, is_stream: bool
+    ) -> None:
+        """Raise unless this is an answer of the kind that was asked for."""
+        status = response.status_code
+        headers = response.headers
+        if 300 <= status < 400:
+            raise BackendProtocol(
+                "the upstream redirects, and redirects are not followed",
+                backend=self.name,
+                status=status,
+            )
+        if headers.get("content-encoding", "identity") != "identity":
+            raise BackendProtocol(
+                "the upstream encoded its answer though asked not to", backend=self.name
+            )
+        if status != 200:
+            body = await self._read_error(pieces)
+            raise wire.error_of_status(
+                status,
+                body,
+                backend=self.name,
+                retry_after_s=wire.retry_after_s(
+                    retry_after_ms=headers.get("retry-after-ms"),
+                    retry_after=headers.get("retry-after"),
+                    now_s=self._clock.now_ns() / 1e9,
+                ),
+                scrub=self._scrub,
+            )
+        content_type = headers.get("content-type", "")
+        if is_stream and content_type.startswith("application/json"):
+            raise self._not_a_stream(await self._read_error(pieces))
+        if content_type.startswith("text/html") or (
+            not is_stream and content_type.startswith("text/event-stream")
+        ):
+            raise BackendProtocol(
+                "the upstream's answer is of another type than asked for", backend=self.name
+            )
+
+    def _not_a_stream(self, body: bytes) -> BackendError:
+        if wire.is_error_body(body):
+            return wire.error_in_answer(body, backend=self.name, scrub=self._scrub)
+        return BackendProtocol(
+            "the upstream answered whole though a stream was asked for", backend=self.name
+        )
+
+    async def _read(self, pieces: AsyncIterator[bytes], deadlines: Deadlines) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while (piece := await deadlines.next(pieces)) is not None:
+            parts.append(piece)
+            size += len(piece)
+            if size > self._max_answer_bytes:
+                raise BackendProtocol(
+                    "the upstream's answer is larger than the limit", backend=self.name
+                )
+        return b"".join(parts)
+
+    async def _read_error(self, pieces: AsyncIterator[bytes]) -> bytes:
+        """As much of an error's body as comes soon; its status is known without it."""
+        parts: list[bytes] = []
+        size = 0
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(MAX_ERROR_S):
+                async for piece in pieces:
+                    parts.append(piece)
+                    size += len(piece)
+                    if size > MAX_ERROR_BYTES:
+                        break
+        return b"".join(parts)
+
+    def _chunk(self, reader: wire.AnswerReader, data: bytes, *, is_cut: bool) -> Chunk | None:
+        """What the stream's last event says when no blank line closed it: it may be half of one."""
+        try:
+            return reader.chunk(data)
+        except BackendProtocol as error:
+            if not is_cut:
+                raise
+            raise BackendTruncated(
+                "the upstream's stream was cut inside an event", backend=self.name
+            ) from error
+
+    async def _exhaust(self, pieces: AsyncIterator[bytes]) -> None:
+        """Read the few bytes that end the body, so that the connection can be used again."""
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(MAX_UNREAD_S):
+                async for _ in pieces:
+                    pass
+
+    def _scrub(self, text: str) -> str:
+        """Without our credential and the upstream's address."""
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return text
+
+
+# --- httpx's exceptions -----------------------------------------------------------------------
+
+Meaning = Literal["unavailable", "connect", "total", "lost", "protocol", "defect"]
+
+# `lost`: the connection ended. Before the answer began that is a failure; inside it, a cut.
+MEANING_OF_HTTPX: Final[dict[type[Exception], Meaning]] = {
+    httpx.ConnectTimeout: "connect",
+    httpx.PoolTimeout: "connect",
+    httpx.ReadTimeout: "total",
+    httpx.WriteTimeout: "total",
+    httpx.TimeoutException: "total",
+    httpx.ConnectError: "unavailable",
+    httpx.ProxyError: "unavailable",
+    httpx.UnsupportedProtocol: "unavailable",
+    httpx.ReadError: "lost",
+    httpx.WriteError: "lost",
+    httpx.CloseError: "lost",
+    httpx.NetworkError: "lost",
+    httpx.RemoteProtocolError: "lost",
+    httpx.LocalProtocolError: "protocol",
+    httpx.ProtocolError: "protocol",
+    httpx.DecodingError: "protocol",
+    httpx.TooManyRedirects: "protocol",
+    httpx.HTTPStatusError: "protocol",
+    httpx.TransportError: "lost",
+    httpx.RequestError: "lost",
+    httpx.HTTPError: "lost",
+    httpx.InvalidURL: "protocol",
+    httpx.CookieConflict: "protocol",
+    httpx.StreamConsumed: "defect",
+    httpx.StreamClosed: "defect",
+    httpx.ResponseNotRead: "defect",
+    httpx.RequestNotRead: "defect",
+    httpx.StreamError: "defect",
+}
+_HTTPX_ERRORS: Final = tuple(MEANING_OF_HTTPX)
+
+
+@contextlib.contextmanager
+def mapping_httpx_errors(
+    request: ChatRequest, *, backend: str, stage: Literal["request", "answer"]
+) -> Iterator[None]:
+    """Translate what httpx raises; its messages, which may hold URLs, stay in `__cause__`-less
+    silence: only our own words go on."""
+    try:
+        yield
+    except _HTTPX_ERRORS as error:
+        translated = _translated(error, request, backend, stage)
+    else:
+        return
+    raise translated from None
+
+
+def _translated(
+    error: Exception, request: ChatRequest, backend: str, stage: Literal["request", "answer"]
+) -> BackendError:
+    known = next(kind for kind in type(error).__mro__ if kind in MEANING_OF_HTTPX)
+    meaning = MEANING_OF_HTTPX[known]
+    if meaning == "unavailable":
+        why = (
+            "the host resolves to an internal address"
+            if isinstance(error, egress.EgressRefused)
+            else "no connection to the upstream"
+        )
+        return BackendUnavailable(why, backend=backend)
+    if meaning in ("connect", "total"):
+        phase: Phase = "connect" if meaning == "connect" else "total"
+        return Deadlines(request.timeouts, backend=backend, is_stream=False).expired(phase)
+    if meaning == "lost":
+        if stage == "answer":
+            return BackendTruncated("the upstream's connection was cut", backend=backend)
+        return BackendFailed("the upstream closed the connection unanswered", backend=backend)
+    return BackendProtocol("the exchange with the upstream broke HTTP's rules", backend=backend)

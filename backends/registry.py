@@ -1,0 +1,94 @@
+"""From a `[[backends]]` or `[[engines]]` table to a backend: the one place that knows the kinds.
+
+Modules of a kind are imported when it is first built. An engine is reached as any OpenAI server
+is, over a socket, so nothing here imports torch. Invariant: what is built holds connections of
+its own and gives them back in `aclose`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from backends import egress
+from backends.base import Backend
+from backends.settings import BackendKind, BackendSettings, EngineSettings
+from backends.wire import Normalise
+
+if TYPE_CHECKING:
+    from backends.supervisor import Supervised
+
+ENGINE_PROVIDER: Final = "meterline.engine"
+
+
+class Normalisers(Struct, frozen=True):
+    """How each family's `usage` object becomes buckets."""
+
+    openai: Normalise
+    engine: Normalise
+
+
+Factory = Callable[[BackendSettings, str | None, Normalisers], Backend]
+
+
+def build(settings: BackendSettings, api_key: str | None, normalisers: Normalisers) -> Backend:
+    """The backend of one `[[backends]]` table; `api_key` is the secret its reference resolves to.
+    ValueError says what is wrong with the table."""
+    return _FACTORIES[settings.kind](settings, api_key, normalisers)
+
+
+def build_engine(
+    settings: EngineSettings, socket_path: Path, normalisers: Normalisers
+) -> "Supervised":
+    """The backend of one `[[engines]]` table with its child process, not started yet: call
+    `process.start()`."""
+    from backends.supervisor import EngineProcess, Supervised
+
+    described = BackendSettings(
+        name=settings.name,
+        kind="engine",
+        base_url=f"{egress.UNIX_SCHEME}{socket_path}",
+        gpu=settings.gpu,
+    )
+    return Supervised(_engine(described, None, normalisers), EngineProcess(settings, socket_path))
+
+
+def _openai(settings: BackendSettings, api_key: str | None, normalisers: Normalisers) -> Backend:
+    return _over_http(settings, api_key, normalisers.openai, is_engine=False)
+
+
+def _engine(settings: BackendSettings, api_key: str | None, normalisers: Normalisers) -> Backend:
+    return _over_http(settings, api_key, normalisers.engine, is_engine=True)
+
+
+def _scripted(settings: BackendSettings, _: str | None, normalisers: Normalisers) -> Backend:
+    from backends.scripted import Scripted
+
+    return Scripted(settings, normalise=normalisers.openai)
+
+
+def _over_http(
+    settings: BackendSettings, api_key: str | None, normalise: Normalise, *, is_engine: bool
+) -> Backend:
+    from backends.openai_compat import OpenAICompatible
+
+    if settings.base_url is None:
+        raise ValueError(f"backend {settings.name} needs a base_url")
+    _, socket_path = egress.split_base_url(settings.base_url)
+    client = egress.client(
+        socket_path=socket_path,
+        allow_private=settings.allow_private,
+        max_connections=settings.max_concurrency,
+    )
+    provider = settings.provider or (ENGINE_PROVIDER if is_engine else "openai")
+    return OpenAICompatible(
+        settings, api_key, client, normalise=normalise, provider=provider, is_engine=is_engine
+    )
+
+
+_FACTORIES: Final[dict[BackendKind, Factory]] = {
+    "openai": _openai,
+    "engine": _engine,
+    "scripted": _scripted,
+}
