@@ -38,6 +38,11 @@ def build(settings: BackendSettings, api_key: str | None, normalisers: Normalise
     return _FACTORIES[settings.kind](settings, api_key, normalisers)
 
 
+def provider_of(settings: BackendSettings) -> str:
+    """Whose answers these are, in traces and price lists."""
+    return settings.provider or _PROVIDERS[settings.kind]
+
+
 def build_engine(
     settings: EngineSettings, socket_path: Path, normalisers: Normalisers
 ) -> "Supervised":
@@ -81,12 +86,17 @@ def _over_http(
         allow_private=settings.allow_private,
         max_connections=settings.max_concurrency,
     )
-    provider = settings.provider or (ENGINE_PROVIDER if is_engine else "openai")
+    provider = provider_of(settings)
     return OpenAICompatible(
         settings, api_key, client, normalise=normalise, provider=provider, is_engine=is_engine
     )
 
 
+_PROVIDERS: Final[dict[BackendKind, str]] = {
+    "openai": "openai",
+    "engine": ENGINE_PROVIDER,
+    "scripted": "scripted",
+}
 _FACTORIES: Final[dict[BackendKind, Factory]] = {
     "openai": _openai,
     "engine": _engine,

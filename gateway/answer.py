@@ -17,7 +17,6 @@ from gateway.dispatch import Live, as_gateway_error, fail, outcome_of
 from gateway.errors import ClientGone, GatewayError, Internal
 from telemetry.ledger import OpenRecord
 from telemetry.record import Outcome
-from telemetry.usage import UsageSource, estimate
 
 CANCEL_S = 1.0  # how long a cancelled backend may take to say what it generated
 
@@ -127,13 +126,8 @@ class Answer:
 
     def _settle(self, error: BaseException | None) -> None:
         attempt = self._live.attempt
-        data = self.record.data
         if isinstance(error, BackendError) and not self._complete:
             fail(attempt, error, self.record.now_ns())
-        if attempt.usage is None:
-            # Something was generated, and nobody told us how much: count what came through.
-            attempt.usage = estimate(len(self.call.body), data.chunks, data.content_bytes)
-            attempt.usage_source = UsageSource.ESTIMATED
         outcome, code = _ending(error, self._complete, self.call)
         if attempt.outcome is None or outcome is not Outcome.OK:
             attempt.outcome = outcome

@@ -46,7 +46,7 @@ from telemetry.books import BackendPrices
 from telemetry.clock import Clock, SystemClock
 from telemetry.database import DatabaseUrlInvalid, open_engine
 from telemetry.ledger import Ledger, LedgerError, WalLocked, WriteAheadLog
-from telemetry.ledger.worker import Worker
+from telemetry.ledger.worker import LedgerWorker
 from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
@@ -55,8 +55,20 @@ from telemetry.tracing import FileSink, OtlpSink, SpanExport
 log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
+FLUSH_S = 10.0  # for the ledger, at shutdown
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
-NORMALISERS = Normalisers(openai=usage.from_openai, engine=usage.from_engine)
+
+
+def _cut(normalise):
+    def cut(raw):
+        n = normalise(raw)
+        if n is None:
+            raise ValueError("no usage")
+        return n.usage, n.quality
+    return cut
+
+
+NORMALISERS = Normalisers(openai=_cut(usage.from_openai), engine=_cut(usage.from_engine))
 
 
 class StartupError(Exception):
@@ -70,7 +82,7 @@ class Service(Struct, frozen=True, kw_only=True):
     gateway: Gateway
     tenants: Tenants
     metrics: Metrics
-    worker: Worker
+    worker: LedgerWorker
     engines: Mapping[str, Supervised]
     watcher: ConfigWatcher | None  # None: there is no file to watch
     new_admin_key: Secret | None  # made at this start: shown once, never again
@@ -91,8 +103,11 @@ class Prices:
         """Publish what the price catalogue and the config say, where it is new, and take it up."""
         now = datetime.fromtimestamp(self._clock.now_ns() / 1e9, UTC)
         await books.seed_from_genai_prices(self._engine, now)
-        bought = [BackendPrices(b.name, price=b.price, gpu=b.gpu) for b in config.backends]
-        owned = [BackendPrices(e.name, price=None, gpu=e.gpu) for e in config.engines]
+        bought = [
+            BackendPrices(b.name, registry.provider_of(b), price=b.price, gpu=b.gpu)
+            for b in config.backends
+        ]
+        owned = [BackendPrices(e.name, registry.ENGINE_PROVIDER, gpu=e.gpu) for e in config.engines]
         await books.publish_config_prices(self._engine, [*bought, *owned], now)
         self.book = await books.load(self._engine)
 
@@ -126,7 +141,7 @@ async def _build(
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
     stack.push_async_callback(engine.dispose)
-    await _bring_up_to_date(engine, url)
+    await _bring_up_to_date(engine)
 
     ring = KeyRing(secrets.pepper(config, environment))
     tenants = Tenants(engine, ring, clock)
@@ -149,9 +164,9 @@ async def _build(
         observers=(metrics.observe, spans.emit_record, logs.log_request),
     )
     stack.callback(ledger.close)
-    worker = await stack.enter_async_context(
-        Worker(ledger=ledger, engine=engine, wal_dir=config.wal_dir, clock=clock)
-    )
+    worker = LedgerWorker(engine, ledger=ledger, rate=prices.rate, clock=clock)
+    stack.push_async_callback(_last_flush, worker)
+    await stack.enter_async_context(_running(worker.run))
 
     sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
@@ -254,11 +269,11 @@ def _check_folder(data: Path) -> None:
         ) from None
 
 
-async def _bring_up_to_date(engine: AsyncEngine, url: str) -> None:
+async def _bring_up_to_date(engine: AsyncEngine) -> None:
     """SQLite is this process's own and is migrated; a shared database is an operator's decision."""
     if engine.dialect.name == "sqlite":
-        await migrations.upgrade(url)
-    elif not await migrations.is_current(url):
+        await migrations.upgrade_engine(engine)
+    elif not await migrations.is_current(engine):
         raise StartupError("the database has not the newest tables: run `meterline migrate` first")
 
 
@@ -288,7 +303,7 @@ def spans_file(data: Path, service: str = "gateway") -> Path:
     return data / "spans" / f"{service}.jsonl"
 
 
-def _watch(metrics: Metrics, gateway: Gateway, worker: Worker) -> None:
+def _watch(metrics: Metrics, gateway: Gateway, worker: LedgerWorker) -> None:
     """Gauges and totals that are kept elsewhere and read at each scrape."""
     metrics.info(metric.BUILD_INFO, {"version": VERSION})
     metrics.expect(

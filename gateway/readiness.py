@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from backends.supervisor import Supervised
 from gateway.pipeline import Gateway
-from telemetry.ledger.worker import Worker
+from telemetry.ledger.worker import LedgerWorker
 
 
 class ReadinessState(Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Readiness:
     """Read on each probe; keeps nothing."""
 
     def __init__(
-        self, *, gateway: Gateway, engines: Mapping[str, Supervised], worker: Worker
+        self, *, gateway: Gateway, engines: Mapping[str, Supervised], worker: LedgerWorker
     ) -> None:
         self._gateway = gateway
         self._engines = engines
@@ -47,7 +47,7 @@ class Readiness:
             ready=not self._gateway.draining and trouble is None and routes_up,
             draining=self._gateway.draining,
             ledger=trouble or "ok",
-            database="unreachable" if self._gateway.auth.is_offline else "ok",
+            database="ok" if self._worker.is_database_reachable else "unreachable",
             backends={name: down.get(name, "ready") for name in runtime.upstreams},
         )
 

@@ -50,7 +50,7 @@ def database_url(config: Config) -> str:
     try:
         url = resolve(config.database_url, os.environ)
         if async_url(url).startswith("sqlite"):
-            migrations.upgrade_now(url)
+            migrations.upgrade(url)
     except (ConfigInvalid, DatabaseUrlInvalid) as error:
         raise BadInput(str(error)) from error
     except OSError as error:

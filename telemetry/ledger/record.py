@@ -70,12 +70,13 @@ class Ledger:
         surface: Surface,
         trace: TraceContext,
         deadline_s: float,
+        request_id: RequestId | None = None,
         client_request_id: str | None = None,
     ) -> "OpenRecord":
         """Start a record, in memory only. It must be closed; `expire` closes what was forgotten."""
         now_ns = self._clock.now_ns()
         data = RequestRecord(
-            request_id=new_request_id(now_ns),
+            request_id=request_id or new_request_id(now_ns),
             node=self.node,
             surface=surface,
             opened_ns=now_ns,
@@ -158,6 +159,10 @@ class OpenRecord:
     def now_ns(self) -> int:
         """Nanoseconds since the epoch that never step inside a request."""
         return self._offset_ns + self._clock.monotonic_ns()
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; negative when it has passed."""
+        return (self.data.deadline_ns - self.now_ns()) / 1e9
 
     def stage(self, name: str) -> "_StageTimer":
         """Time one pipeline stage: `with record.stage("auth"): …`. Kept also if it raises."""
