@@ -194,7 +194,7 @@ async def test_text_that_a_column_cannot_hold_is_cut(
 async def test_rollups_equal_events_and_are_idempotent(
     engine: AsyncEngine, wal: WriteAheadLog, ledger: Ledger, clock: FakeClock
 ) -> None:
-    """Sums per hour and dimension, the same after a second run, a late event recomputes its hour."""
+    """Sums per hour and dimension, exact, and the same after a second run."""
     for number in range(10):
         serve(ledger, tokens_out=number, tenant=f"t{number % 2}")
         clock.advance(600)
@@ -229,7 +229,7 @@ async def test_rollups_equal_events_and_are_idempotent(
 async def test_nothing_is_lost_while_the_database_is_away(
     engine: AsyncEngine, wal: WriteAheadLog, ledger: Ledger, clock: FakeClock
 ) -> None:
-    """A table that is gone fails the batch whole; once it is back the log ships from where it was."""
+    """A failing batch is rolled back whole; once the table is back, shipping goes on from there."""
     serve(ledger)
     wal.sync()
     shipper = Shipper(engine, wal, clock=clock)
