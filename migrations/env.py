@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the scripts on the connection that `migrations.upgrade_engine` passes in."""
+"""Alembic's entry: run the scripts on the connection that `migrations.upgrade_engine` gives."""
 
 import importlib
 import importlib.util

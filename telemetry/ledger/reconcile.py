@@ -72,7 +72,8 @@ async def gather(
 
 
 async def _nodes(engine: AsyncEngine, wal_dir: Path) -> tuple[NodeFacts, ...]:
-    """Logs beside cursors. A running server moves both: look again until the cursors stood still."""
+    """Logs beside cursors. A running server moves both: look until the cursors stood still."""
+    facts: tuple[NodeFacts, ...] | None = None
     async with engine.connect() as db:
         for _ in range(20):
             before = {row.node: row for row in await db.execute(select(CURSORS))}

@@ -176,6 +176,8 @@ class OpenRecord:
         """
         if self.is_admitted:
             return
+        if self.is_closed:  # expired while it was waiting: a second life would be a second bill
+            raise WalUnavailable("the request is settled already")
         data = self.data
         data.asked_model = entries.clip(data.asked_model)
         slot = self._ledger.claim_slot(data.request_id)

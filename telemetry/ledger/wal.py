@@ -236,6 +236,7 @@ class WriteAheadLog:
                 self._write(frame)
             except OSError as error:
                 self._waiting.append((frame, written))
+                self._work.set()
                 log.error("a settlement waits for the disk", extra={"reason": error.strerror})
                 return False
             written()
@@ -297,24 +298,26 @@ class WriteAheadLog:
         """At most `limit` records from `start` on, never beyond `end`."""
         end = self.end
         for segment in self.segments():
-            offset = start.offset if segment == start.segment else 0
             if segment < start.segment or segment > end.segment:
                 continue
+            offset = start.offset if segment == start.segment else 0
             stop = end.offset if segment == end.segment else self._length(segment)
-            if offset >= stop:
-                continue
-            found, consumed = _read_segment(self._path(segment), offset, stop, limit)
-            damaged = found.damaged + (0 if found.frames else found.tail)
-            if damaged:
-                self.damaged_bytes += damaged
-                log.error(
-                    "damaged records in the log", extra={"segment": segment, "bytes": damaged}
-                )
-            records = [frame for frame in found.frames if frame.kind in frames.RECORDS]
-            if records:
-                return Batch(records, Position(segment, consumed), damaged)
-            start = Position(segment, consumed)
+            while offset < stop:  # more than once only to pass the header or damage
+                batch = self._read_from(segment, offset, stop, limit)
+                if batch.records:
+                    return batch
+                start = batch.next
+                offset = start.offset
         return Batch([], max(start, START), 0)
+
+    def _read_from(self, segment: int, offset: int, stop: int, limit: int) -> Batch:
+        found, consumed = _read_segment(self._path(segment), offset, stop, limit)
+        damaged = found.damaged + (0 if found.frames else found.tail)
+        if damaged:
+            self.damaged_bytes += damaged
+            log.error("damaged records in the log", extra={"segment": segment, "bytes": damaged})
+        records = [frame for frame in found.frames if frame.kind in frames.RECORDS]
+        return Batch(records, Position(segment, consumed), damaged)
 
     def records_from(self, start: Position) -> list[frames.Frame]:
         """All records behind `start`. For reconciliation of a backlog, not for the hot path."""
