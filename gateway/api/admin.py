@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from litestar import Controller, Router, delete, get, patch, post
 from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
-from litestar.di import Provide
+from litestar.di import NamedDependency, Provide
 from litestar.handlers import BaseRouteHandler
-from litestar.params import Dependency, Parameter
+from litestar.params import PathParameter, QueryParameter, SkipValidation
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from msgspec.structs import asdict
 from typing_extensions import override
@@ -31,15 +31,11 @@ from gateway.tenants import (
 
 ADMIN = "admin"  # the actor in the audit log, and who may call
 
-Store = Annotated[Tenants, Dependency(skip_validation=True)]
-TenantRef = Annotated[str, Parameter(description="The tenant's id, or its name.")]
-KeyRef = Annotated[str, Parameter(description="The key's id, or its public id.")]
-After = Annotated[
-    str | None, Parameter(query="after", description="Continue after the item with this id.")
-]
-Limit = Annotated[
-    int, Parameter(query="limit", description=f"Items in the answer, 1 to {MAX_PAGE}.")
-]
+Store = NamedDependency[SkipValidation[Tenants]]
+TenantRef = Annotated[str, PathParameter(description="The tenant's id, or its name.")]
+KeyRef = Annotated[str, PathParameter(description="The key's id, or its public id.")]
+After = Annotated[str | None, QueryParameter(description="Continue after the item with this id.")]
+Limit = Annotated[int, QueryParameter(description=f"Items in the answer, 1 to {MAX_PAGE}.")]
 
 ModelAllow = Annotated[
     list[str] | None,
