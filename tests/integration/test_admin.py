@@ -3,20 +3,20 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 from litestar import Litestar, Request, Response, get
-from litestar.testing import AsyncTestClient
 
 from gateway.api.admin import create_admin_router
 from gateway.auth import Admin, Auth, read_credential
-from gateway.commands import Store
+from gateway.commands import Session, Store
 from gateway.commands.key import key as key_commands
 from gateway.commands.tenant import tenant as tenant_commands
 from gateway.errors import GatewayError
@@ -31,7 +31,7 @@ ADMIN_KEY = mint_admin_key().reveal()
 AS_ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 NOBODY = "018f0000-0000-7000-8000-000000000000"
 
-Client = AsyncTestClient[Litestar]
+Client = httpx.AsyncClient
 
 
 def render(_: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
@@ -53,12 +53,23 @@ def app(tenants: Tenants) -> Litestar:
     )
 
 
+def over_asgi(application: Litestar) -> Client:
+    """On this event loop: the database's connections belong to it."""
+    transport = httpx.ASGITransport(app=application)  # type: ignore[arg-type]  # same ASGI
+    return Client(transport=transport, base_url="http://gateway")
+
+
+def unopened_app() -> Litestar:
+    """For reading routes: the database is never touched."""
+    return app(Tenants.open("sqlite://", RING, SystemClock()))
+
+
 @pytest.fixture
 async def client(database_url: str) -> AsyncIterator[Client]:
     engine = open_engine(database_url)
     async with engine.begin() as db:
         await db.run_sync(TenantBase.metadata.create_all)
-    async with AsyncTestClient(app(Tenants(engine, RING, SystemClock()))) as client:
+    async with over_asgi(app(Tenants(engine, RING, SystemClock()))) as client:
         client.headers.update(AS_ADMIN)
         yield client
     await engine.dispose()
@@ -141,7 +152,7 @@ async def test_lists_page_and_never_hold_secrets(client: Client) -> None:
 
 def admin_routes() -> list[tuple[str, str]]:
     """Method and path of every admin route of the app."""
-    probe = app(Tenants.open("sqlite://", RING, SystemClock()))
+    probe = unopened_app()
     return sorted(
         (method, route.path)
         for route in probe.routes
@@ -177,11 +188,11 @@ async def test_every_admin_route_takes_the_admin_key_only(client: Client) -> Non
     assert (await client.get("/whoami")).status_code == 401  # the admin key is no tenant's key
 
 
-async def test_every_admin_route_declares_its_caller(client: Client) -> None:
+def test_every_admin_route_declares_its_caller() -> None:
     """Each handler says who may call it, for the inventory of routes."""
     handlers = [
         handler
-        for route in client.app.routes
+        for route in unopened_app().routes
         if route.path.startswith("/admin")
         for handler, _ in route.route_handler_map.values()  # type: ignore[union-attr]  # HTTP
         if "OPTIONS" not in handler.http_methods
@@ -242,7 +253,7 @@ async def test_the_database_gone_is_a_503() -> None:
     """Admin routes answer 503 when the database cannot be reached, and name no host."""
     url = f"postgresql://postgres@127.0.0.1:{services.free_port()}/x"
     tenants = Tenants.open(url, RING, SystemClock())
-    async with AsyncTestClient(app(tenants)) as client:
+    async with over_asgi(app(tenants)) as client:
         for answer in (
             await client.get("/admin/v1/tenants", headers=AS_ADMIN),
             await client.post("/admin/v1/tenants", headers=AS_ADMIN, json={"name": "acme"}),
@@ -271,9 +282,9 @@ async def test_a_planted_secret_is_in_no_log(
     assert ADMIN_KEY not in caplog.text
 
 
-async def test_the_api_documents_itself(client: Client) -> None:
+def test_the_api_documents_itself() -> None:
     """The OpenAPI document describes each admin route's fields."""
-    document = client.app.openapi_schema.to_schema()
+    document = unopened_app().openapi_schema.to_schema()
     assert {path for path in document["paths"] if path.startswith("/admin")} == {
         path.replace(":str", "") for _, path in admin_routes()
     }
@@ -289,8 +300,8 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(database_url: str, tmp_path: Path) -> Iterator[Run]:
-    """Runs `tenant …` or `key …` as the root group would."""
+def store(database_url: str, tmp_path: Path) -> Store:
+    """A migrated database and no pepper yet."""
 
     async def create_tables() -> None:
         engine = open_engine(database_url)
@@ -299,7 +310,12 @@ def run(database_url: str, tmp_path: Path) -> Iterator[Run]:
         await engine.dispose()
 
     asyncio.run(create_tables())
-    yield runner_on(Store(database=database_url, pepper=tmp_path / "data" / "key-pepper"))
+    return Store(database=database_url, pepper=tmp_path / "data" / "key-pepper")
+
+
+@pytest.fixture
+def run(store: Store) -> Run:
+    return runner_on(store)
 
 
 def runner_on(store: Store) -> Run:
@@ -354,25 +370,16 @@ def test_an_operator_suspends_resumes_and_deletes_a_tenant(run: Run) -> None:
     assert "deleted" in run("tenant", "list").stdout
 
 
-def test_a_list_has_every_page(run: Run) -> None:
+def test_a_list_has_every_page(run: Run, store: Store) -> None:
     """`list` goes beyond one page of the store."""
     run("tenant", "create", "acme")
 
-    async def many(store: Tenants) -> None:
+    async def many(tenants: Tenants) -> None:
         for _ in range(105):
-            await store.create_key("acme", actor="t")
+            await tenants.create_key("acme", actor="t")
 
-    from gateway.commands import Session
-
-    session = Session(run_store(run), actor="t", clock=SystemClock())
-    session.run(many)
+    Session(store, actor="t", clock=SystemClock()).run(many)
     assert len(facts(run("key", "list", "acme", "--format", "json"))) == 105
-
-
-def run_store(run: Run) -> Store:
-    cells = [cell.cell_contents for cell in run.__closure__ or ()]  # type: ignore[attr-defined]
-    (store,) = [cell for cell in cells if isinstance(cell, Store)]
-    return store
 
 
 @pytest.mark.parametrize(
