@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from litestar import Controller, Router, delete, get, patch, post
 from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
-from litestar.di import Provide
+from litestar.di import NamedDependency, Provide
 from litestar.handlers import BaseRouteHandler
-from litestar.params import Dependency, Parameter
+from litestar.params import JSONBody, PathParameter, QueryParameter, SkipValidation
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from msgspec.structs import asdict
 from typing_extensions import override
@@ -31,15 +31,11 @@ from gateway.tenants import (
 
 ADMIN = "admin"  # the actor in the audit log, and who may call
 
-Store = Annotated[Tenants, Dependency(skip_validation=True)]
-TenantRef = Annotated[str, Parameter(description="The tenant's id, or its name.")]
-KeyRef = Annotated[str, Parameter(description="The key's id, or its public id.")]
-After = Annotated[
-    str | None, Parameter(query="after", description="Continue after the item with this id.")
-]
-Limit = Annotated[
-    int, Parameter(query="limit", description=f"Items in the answer, 1 to {MAX_PAGE}.")
-]
+Store = NamedDependency[SkipValidation[Tenants]]
+TenantRef = Annotated[str, PathParameter(description="The tenant's id, or its name.")]
+KeyRef = Annotated[str, PathParameter(description="The key's id, or its public id.")]
+After = Annotated[str | None, QueryParameter(description="Continue after the item with this id.")]
+Limit = Annotated[int, QueryParameter(description=f"Items in the answer, 1 to {MAX_PAGE}.")]
 
 ModelAllow = Annotated[
     list[str] | None,
@@ -126,7 +122,7 @@ class TenantController(Controller):
     tags = ("tenants",)
 
     @post("/", summary="Create a tenant")
-    async def create(self, data: NewTenant, tenants: Store) -> Tenant:
+    async def create(self, data: JSONBody[NewTenant], tenants: Store) -> Tenant:
         return await tenants.create_tenant(data.name, data.labels, actor=ADMIN)
 
     @get("/", summary="List tenants")
@@ -157,7 +153,9 @@ class TenantController(Controller):
         return await tenants.delete_tenant(tenant, actor=ADMIN)
 
     @post("/{tenant:str}/keys", summary="Create a key")
-    async def create_key(self, tenant: TenantRef, data: NewKey, tenants: Store) -> KeyWithSecret:
+    async def create_key(
+        self, tenant: TenantRef, data: JSONBody[NewKey], tenants: Store
+    ) -> KeyWithSecret:
         issued = await tenants.create_key(
             tenant,
             name=data.name,
@@ -190,11 +188,11 @@ class KeyController(Controller):
         return await tenants.key(key)
 
     @post("/{key:str}/rotate", summary="Replace a key by a new one")
-    async def rotate(self, key: KeyRef, data: Rotation, tenants: Store) -> KeyWithSecret:
+    async def rotate(self, key: KeyRef, data: JSONBody[Rotation], tenants: Store) -> KeyWithSecret:
         return _issued(await tenants.rotate_key(key, _seconds(data.grace_s), actor=ADMIN))
 
     @patch("/{key:str}", summary="Change name, models or expiry of a key")
-    async def change(self, key: KeyRef, data: KeyPatch, tenants: Store) -> Key:
+    async def change(self, key: KeyRef, data: JSONBody[KeyPatch], tenants: Store) -> Key:
         change = KeyChange(name=data.name, model_allow=data.model_allow, expires_at=data.expires_at)
         return await tenants.change_key(key, change, actor=ADMIN)
 
