@@ -28,7 +28,7 @@ from telemetry.timings import DeviceTime, Timings
 from telemetry.usage import BUCKETS, Usage
 from tests.unit.telemetry.test_usage import CORPUS, normalise
 
-NOON = 1_795_953_600 * 10**9  # 2026-11-30 12:00 UTC
+NOON = 1_796_040_000 * 10**9  # 2026-11-30 12:00 UTC
 HOUR = 3_600 * 10**9
 counts = st.integers(0, 10**7)
 usages = st.builds(Usage, **dict.fromkeys(BUCKETS, counts))
@@ -402,4 +402,4 @@ def test_lines_carry_every_microsecond_once(device: DeviceTime) -> None:
 
 def test_noon_is_noon() -> None:
     """The constant of these tests is what its name says."""
-    assert datetime.fromtimestamp(NOON / 10**9, UTC).hour == 12
+    assert datetime.fromtimestamp(NOON // 10**9, UTC) == datetime(2026, 11, 30, 12, tzinfo=UTC)
