@@ -391,7 +391,7 @@ OBSERVER_ERRORS = _counter(
     "meterline_observer_errors_total",
     "errors",
     "Failures while recording what happened. The request itself is not touched by them.",
-    Label("observer", values=("metrics", "spans", "log", "gauge")),
+    Label("kind", values=("metrics", "spans", "log", "gauge")),
 )
 SPANS_EXPORTED = _counter(
     "meterline_spans_exported_total",
@@ -877,7 +877,7 @@ class Metrics:
                 value = float(read())
             except Exception:
                 log.warning("gauge_failed", extra={"metric": metric.name}, exc_info=True)
-                self.add(OBSERVER_ERRORS, observer="gauge")
+                self.add(OBSERVER_ERRORS, kind="gauge")
                 value = float("nan")
             if metric.kind is Kind.GAUGE:
                 self.set(metric, value, **labels)
