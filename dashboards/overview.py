@@ -185,7 +185,7 @@ def _backends(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Configuration reloads and recording errors",
                 f"{m.CONFIG_RELOADS.help} {m.OBSERVER_ERRORS.help}",
                 (increase(m.CONFIG_RELOADS, by=["result"], window="5m"), "reload {{result}}"),
-                (increase(m.OBSERVER_ERRORS, by=["observer"], window="5m"), "error {{observer}}"),
+                (increase(m.OBSERVER_ERRORS, by=["kind"], window="5m"), "error {{kind}}"),
             )
         )
     )

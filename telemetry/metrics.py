@@ -391,7 +391,7 @@ OBSERVER_ERRORS = _counter(
     "meterline_observer_errors_total",
     "errors",
     "Failures while recording what happened. The request itself is not touched by them.",
-    Label("observer", values=("metrics", "spans", "log", "gauge")),
+    Label("kind", values=("metrics", "spans", "log", "gauge")),
 )
 SPANS_EXPORTED = _counter(
     "meterline_spans_exported_total",
@@ -639,7 +639,7 @@ class Metrics:
         }
         self._caps["model"] = max_models
         self._seen: dict[str, set[str]] = {name: {NONE, OTHER} for name in self._caps}
-        self._children: dict[_Key, Instrument] = {}
+        self._children: dict[tuple[object, ...], Instrument] = {}
         self._watched: list[tuple[Metric, Mapping[str, str], Callable[[], float]]] = []
         self._totals: list[float] = []  # of the watched ones, at the last reading
         self._requests: dict[_Key, tuple[Counter, Histogram, Histogram]] = {}
@@ -653,16 +653,16 @@ class Metrics:
         """The instrument at these label values, cached. ValueError: a value off its closed list.
 
         Keep it where it is used often: `streams = metrics.child(OPEN_STREAMS, route="chat")`."""
-        key = (metric.name, *labels.values())
+        key = (metric.name, *labels.items())
         known = self._children.get(key)
-        if known is not None and len(labels) == len(metric.labels):
+        if known is not None:
             return known
         if set(labels) != set(metric.label_names):
             raise ValueError(f"{metric.name} takes the labels {metric.label_names}")
         values = [self._checked(label, labels[label.name]) for label in metric.labels]
         parent = self._instrument(metric)
         made = parent.labels(*values) if values else parent
-        if values == list(labels.values()):  # in order and nothing folded: may be found again
+        if OTHER not in values:  # what is folded must be counted each time
             self._children[key] = made
         return made
 
@@ -877,7 +877,7 @@ class Metrics:
                 value = float(read())
             except Exception:
                 log.warning("gauge_failed", extra={"metric": metric.name}, exc_info=True)
-                self.add(OBSERVER_ERRORS, observer="gauge")
+                self.add(OBSERVER_ERRORS, kind="gauge")
                 value = float("nan")
             if metric.kind is Kind.GAUGE:
                 self.set(metric, value, **labels)
