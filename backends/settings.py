@@ -103,6 +103,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")
     ] = 512
     threads: Annotated[
-        int | None, Meta(ge=1, description="CPU threads; default: physical cores.")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="CPU threads; default: physical cores."),
     ] = None
     gpu: Gpu = field(default_factory=lambda: Gpu(rate_per_hour=Decimal("0.10")))
