@@ -1,0 +1,56 @@
+"""`python -m backends.engine`: argument parsing only, the work is in `serve.py`.
+
+Also the command behind `meterline engine serve`, and what the gateway starts as its child.
+"""
+
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from backends.engine.serve import Listen, serve
+from backends.settings import EngineSettings
+
+
+@click.command(
+    "serve",
+    epilog="Example: meterline engine serve --model smollm2-135m-instruct --port 8090",
+    context_settings={"show_default": True},
+)
+@click.option("--name", default="engine", help="Name of this engine in messages and metrics.")
+@click.option(
+    "--model", default="smollm2-135m-instruct", help="The bundled model, or a GGUF file's path."
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=8090, type=click.IntRange(0, 65535), help="Port; 0: any free one.")
+@click.option("--uds", type=click.Path(path_type=Path), help="Unix socket, instead of host, port.")
+@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option(
+    "--dtype", default="auto", type=click.Choice(["auto", "float32", "float16", "bfloat16"])
+)
+@click.option(
+    "--kv-memory-gb", default=0.5, type=click.FloatRange(min=0, min_open=True),
+    help="Memory of the KV block pool, gigabytes.",
+)  # fmt: skip
+@click.option(
+    "--max-batch-size", default=16, type=click.IntRange(1, 512), help="Sequences in a step."
+)
+@click.option(
+    "--max-batch-tokens", default=512, type=click.IntRange(min=64), help="New tokens in a step."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: physical cores.")
+@click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
+def main(host: str, port: int, uds: Path | None, drain_s: float, **settings: object) -> None:
+    """Serve one model over the OpenAI API."""
+    given = msgspec.convert(settings, EngineSettings)
+    sys.exit(serve(given, Listen(host=host, port=port, uds=uds), on_ready=_say, drain_s=drain_s))
+
+
+def _say(address: str) -> None:
+    sys.stderr.write(f"meterline engine: ready at {address}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

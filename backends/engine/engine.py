@@ -1,0 +1,550 @@
+"""One engine: a thread that computes step after step, and an asyncio front that never blocks it.
+
+The front hands jobs and cancels to the thread over one queue; the thread hands outputs back once
+per step. Every accepted job gets exactly one terminal event (`Done`, `Failed` or `Cancelled`), and
+its blocks are free before that event is sent. A job that fails, fails alone. No torch here.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from typing import Literal
+
+from msgspec import Struct
+
+from backends.engine.account import CostModel, StepClock, calibrate, charge, wall_phase
+from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed
+from backends.engine.kv import BlockPool, blocks_for
+from backends.engine.scheduler import Scheduler
+from backends.engine.seeds import lane_seed
+from backends.engine.spans import Emit, phase_spans
+from backends.engine.stops import StopMatcher
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.types import (
+    Cancelled,
+    Clocks,
+    Delta,
+    Done,
+    Failed,
+    FinishReason,
+    Job,
+    JobRequest,
+    JobUsage,
+    ModelFacts,
+    Output,
+    Row,
+    Runner,
+    StepResult,
+    TokenChoice,
+)
+from backends.engine.types import (
+    Sequence as Choice,
+)
+from telemetry.clock import Clock
+
+log = logging.getLogger(__name__)
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_WARMUP_TOKENS = 64
+_IDLE_MARK_S = 1.0
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Stats:
+    """Counters of the engine thread. Others may read them at any time, and only read."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()  # by phase
+        self.charged_us: Counter[str] = Counter()  # by phase; its sum is that of all steps
+        self.batch_sizes = [0] * (len(BATCH_BUCKETS) + 1)
+        self.batch_size_sum = 0
+        self.preemptions = 0
+        self.jobs: Counter[str] = Counter()  # by how they ended
+
+
+class Stream:
+    """The front's end of one job. Used on the event loop only."""
+
+    def __init__(self, job: Job, cancel: Callable[[Job], None]) -> None:
+        self._job = job
+        self._cancel = cancel
+        self._outputs: list[Output] = []
+        self._arrived = asyncio.Event()
+        self._is_over = False
+
+    async def next(self) -> list[Output]:
+        """All that came since the last call: a slow reader gets fewer, larger deliveries. The
+        last one ends with the terminal event."""
+        await self._arrived.wait()
+        outputs, self._outputs = self._outputs, []
+        if not self._is_over:
+            self._arrived.clear()
+        return outputs
+
+    def cancel(self) -> None:
+        """Stop within one step. After the terminal event it does nothing."""
+        if not self._is_over:
+            self._cancel(self._job)
+
+    def push(self, outputs: Sequence[Output]) -> None:
+        self._outputs += outputs
+        self._is_over |= isinstance(outputs[-1], Done | Failed | Cancelled)
+        self._arrived.set()
+
+
+class _Add(Struct, frozen=True):
+    job: Job
+    stream: Stream
+
+
+class _Cancel(Struct, frozen=True):
+    job: Job
+
+
+class _Abort(Struct, frozen=True):
+    message: str
+
+
+class _Stop(Struct, frozen=True):
+    pass
+
+
+_Command = _Add | _Cancel | _Abort | _Stop
+
+
+class Engine:
+    """`load` runs on the engine thread and returns the device side."""
+
+    def __init__(
+        self,
+        *,
+        load: Callable[[], Runner],
+        tokenizer: Tokenizer,
+        clock: Clock,
+        emit: Emit,
+        max_batch_size: int = 16,
+        max_batch_tokens: int = 512,
+        max_jobs: int = 1024,
+    ) -> None:
+        self._load = load
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._emit = emit
+        self._max_batch_size = max_batch_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_jobs = max_jobs
+        self._epoch_ns = clock.now_ns() - clock.monotonic_ns()
+        self._ids = itertools.count(1)
+        self._arrivals = itertools.count(1)
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._accepted = 0  # jobs without a terminal event yet; of the front
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._settled = asyncio.Event()  # no longer loading
+        self._is_empty = asyncio.Event()  # no job is open; only `drain` waits for it
+        self._ended = asyncio.Event()  # the thread is over
+        self._scheduler: Scheduler | None = None
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.state = State.LOADING
+        self.failure: BaseException | None = None
+        self.facts: ModelFacts | None = None
+        self.step_clock = StepClock(clock)
+        self.stats = Stats()
+
+    # ── the front: event loop ────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Begin loading. Call once, on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def loaded(self) -> None:
+        """Wait for the model. Raises what loading raised."""
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def ended(self) -> None:
+        """Wait until the thread is over, which only `close` or a defect brings about."""
+        await self._ended.wait()
+
+    def submit(self, request: JobRequest) -> Stream:
+        """Accept a validated request. Raises NotReady or Overloaded."""
+        if self.state is not State.READY:
+            raise NotReady(f"the engine is {self.state}")
+        if self._accepted >= self._max_jobs:
+            raise Overloaded(f"{self._accepted} requests are already waiting or running")
+        job = Job(next(self._ids), request, self.now_ns())
+        stream = Stream(job, self._send_cancel)
+        self._accepted += 1
+        self._commands.put(_Add(job, stream))
+        return stream
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, let what runs finish, and fail what is left after `timeout_s`."""
+        if self.state is State.READY:
+            self.state = State.DRAINING
+        if self._accepted:
+            self._is_empty.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+        self._commands.put(_Abort("the engine is shutting down"))
+
+    async def close(self) -> None:
+        """End the thread. Jobs still open fail."""
+        self._commands.put(_Stop())
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def running(self) -> int:
+        return len(self._scheduler.running) if self._scheduler else 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._scheduler.waiting) if self._scheduler else 0
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._scheduler.waiting_tokens if self._scheduler else 0
+
+    @property
+    def pool(self) -> BlockPool | None:
+        return self._scheduler.pool if self._scheduler else None
+
+    def _send_cancel(self, job: Job) -> None:
+        self._commands.put(_Cancel(job))
+
+    def _deliver(self, outputs: list[tuple[Stream, list[Output]]]) -> None:
+        for stream, news in outputs:
+            stream.push(news)
+            self._accepted -= isinstance(news[-1], Done | Failed | Cancelled)
+        if self._accepted == 0:
+            self._is_empty.set()
+
+    # ── the engine thread ────────────────────────────────────────────────────────────────────
+
+    def _main(self) -> None:
+        try:
+            runner = self._load()
+            self.step_clock.mark("load")
+            pool = BlockPool(runner.facts.kv_blocks)
+            costs = self._warm_up(runner, pool)
+            self.step_clock.mark("warmup")
+        except Exception as error:  # noqa: BLE001  # whatever it is, `loaded()` raises it
+            self.failure = error
+            self.state = State.FAILED
+            self._post(self._settled.set)
+            self._post(self._ended.set)
+            return
+        self.facts = runner.facts
+        self._scheduler = Scheduler(
+            pool,
+            max_batch_size=self._max_batch_size,
+            max_batch_tokens=self._max_batch_tokens,
+        )
+        if self.state is State.LOADING:
+            self.state = State.READY
+        self._post(self._settled.set)
+        loop = _StepLoop(self, runner, self._scheduler, costs)
+        try:
+            while self._take_commands(loop):
+                loop.step()
+            self.state = State.CLOSED
+        except Exception as error:  # a defect of ours: end every job, then the process
+            log.exception("the engine thread ended")
+            self.failure = error
+            self.state = State.FAILED
+            loop.abort("the engine failed")
+        self._post(self._ended.set)
+
+    def _take_commands(self, loop: "_StepLoop") -> bool:
+        """All that came in; wait for something if there is nothing to compute."""
+        while True:
+            try:
+                if loop.has_work:
+                    command = self._commands.get_nowait()
+                else:
+                    command = self._commands.get(timeout=_IDLE_MARK_S)
+            except queue.Empty:
+                if loop.has_work:
+                    return True
+                loop.idle()
+                continue
+            if not loop.has_work:
+                loop.idle()
+            match command:
+                case _Add(job, stream):
+                    loop.add(job, stream)
+                case _Cancel(job):
+                    loop.cancel(job)
+                case _Abort(message):
+                    loop.abort(message)
+                case _Stop():
+                    loop.abort("the engine is shutting down")
+                    return False
+
+    def _warm_up(self, runner: Runner, pool: BlockPool) -> CostModel:
+        """First calls are slow; and what they take calibrates the cost model."""
+        job = Job(0, JobRequest(prompts=((0,),), max_tokens=(1,)), 0)
+        sequence = self.choice(job, 0, [0] * _WARMUP_TOKENS, max_tokens=1)
+        blocks = pool.allocate(blocks_for(_WARMUP_TOKENS))
+        assert blocks is not None, "the pool is new"
+        sequence.blocks = blocks
+        last, prompt = Row(sequence, _WARMUP_TOKENS - 1, 1), Row(sequence, 0, _WARMUP_TOKENS)
+        runner.run([prompt])
+        runner.run([last])
+        many_s = self._timed_s(lambda: runner.run([prompt]))
+        one_s = min(self._timed_s(lambda: runner.run([last])) for _ in range(2))
+        sampling_ns = runner.run([last]).sampling_ns
+        pool.release(sequence.blocks)
+        return calibrate(
+            runner.facts,
+            one_token_s=one_s,
+            many_tokens_s=many_s,
+            many=_WARMUP_TOKENS,
+            sampling_s=sampling_ns / 1e9,
+        )
+
+    def _timed_s(self, work: Callable[[], object]) -> float:
+        started_ns = self._clock.monotonic_ns()
+        work()
+        return max(1, self._clock.monotonic_ns() - started_ns) / 1e9
+
+    def choice(self, job: Job, index: int, prompt: Sequence[int], *, max_tokens: int) -> Choice:
+        request = job.request
+        return Choice(
+            job,
+            index,
+            prompt,
+            arrival=next(self._arrivals),
+            max_tokens=max_tokens,
+            seed=lane_seed(request.seed, index),
+            decoder=self._tokenizer.decoder(),
+            stops=StopMatcher(request.stop),
+        )
+
+    def is_end(self, token: int) -> bool:
+        return token in self._tokenizer.end_tokens
+
+    def post_outputs(self, outputs: list[tuple[Stream, list[Output]]]) -> None:
+        if outputs:
+            self._post(lambda: self._deliver(outputs))
+
+    def emit_spans(self, job: Job) -> None:
+        try:
+            self._emit(job.request.traceparent, phase_spans(job))
+        except Exception:  # a plug-in: its failure is not the job's
+            log.exception("emitting spans failed")
+
+    def _post(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None, "started before the thread was"
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            log.info("the event loop is gone: an output has nobody to go to")
+
+    def now_ns(self) -> int:
+        """Since the epoch, from the monotonic clock: differences are true."""
+        return self._epoch_ns + self._clock.monotonic_ns()
+
+
+Ending = Literal["done", "failed", "cancelled"]
+
+
+class _StepLoop:
+    """The engine thread's own state: who is computing, and what goes out after this step."""
+
+    def __init__(
+        self, engine: Engine, runner: Runner, scheduler: Scheduler, costs: CostModel
+    ) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._scheduler = scheduler
+        self._costs = costs
+        self._streams: dict[int, Stream] = {}
+        self._jobs: dict[int, Job] = {}
+        self._outbox: dict[int, list[Output]] = {}
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    def idle(self) -> None:
+        self._engine.step_clock.mark("idle")
+        self._scheduler.pool.check()
+        assert self._scheduler.pool.used == 0, "blocks leaked"
+
+    def add(self, job: Job, stream: Stream) -> None:
+        request = job.request
+        for index in range(len(request.prompts) * request.n):
+            prompt = index // request.n
+            choice = self._engine.choice(
+                job, index, request.prompts[prompt], max_tokens=request.max_tokens[prompt]
+            )
+            job.sequences.append(choice)
+        job.open_choices = len(job.sequences)
+        self._jobs[job.job_id] = job
+        self._streams[job.job_id] = stream
+        try:
+            for choice in job.sequences:
+                self._scheduler.add(choice)
+        except ValueError as error:
+            self._end(job, Failed(str(error)), "failed")
+            self._flush()
+
+    def cancel(self, job: Job) -> None:
+        if job.job_id in self._jobs:
+            self._end(job, Cancelled(), "cancelled")
+            self._flush()
+
+    def abort(self, message: str) -> None:
+        for job in list(self._jobs.values()):
+            self._end(job, Failed(message), "failed")
+        self._flush()
+
+    def step(self) -> None:
+        """One step: plan, compute, charge, commit, send."""
+        plan = self._scheduler.plan()
+        self._engine.stats.preemptions += len(plan.preempted)
+        assert plan.rows, "there are jobs, so somebody can advance"
+        for choice in plan.admitted:
+            clocks = choice.job.clocks
+            clocks.admitted_ns = clocks.admitted_ns or self._engine.now_ns()
+        result = self._run(plan.rows)
+        self._step += 1
+        step_us = self._engine.step_clock.mark(wall_phase(plan.rows))
+        self._charge(step_us, plan.rows, result)
+        for row, outcome in zip(plan.rows, result.choices, strict=True):
+            try:
+                self._commit(row, outcome)
+            except Exception as error:
+                log.exception("job %d failed", row.sequence.job.job_id)
+                self._end(row.sequence.job, Failed(f"failed: {type(error).__name__}"), "failed")
+        self._flush()
+
+    def _run(self, rows: list[Row]) -> StepResult:
+        """A step that fails as a whole is repeated row by row, so that only the culprit fails."""
+        try:
+            return self._runner.run(rows)
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(rows))
+            if len(rows) == 1:
+                return StepResult([RequestFailed(f"the step failed: {type(error).__name__}")], 0)
+        parts = [self._run([row]) for row in rows]
+        return StepResult(
+            [choice for part in parts for choice in part.choices],
+            sum(part.sampling_ns for part in parts),
+        )
+
+    def _charge(self, step_us: int, rows: list[Row], result: StepResult) -> None:
+        stats = self._engine.stats
+        at = next((i for i, size in enumerate(BATCH_BUCKETS) if len(rows) <= size), -1)
+        stats.batch_sizes[at] += 1
+        stats.batch_size_sum += len(rows)
+        for row, parts in zip(rows, charge(step_us, rows, self._costs), strict=True):
+            clocks = row.sequence.job.clocks
+            for phase, part_us in parts.items():
+                clocks.device_us[phase] = clocks.device_us.get(phase, 0) + part_us
+                stats.charged_us[phase] += part_us
+            stats.tokens[row.phase] += row.count
+            if clocks.seen_step != self._step:
+                clocks.seen_step = self._step
+                clocks.steps += 1
+                clocks.neighbours += len(rows)
+                clocks.sampling_ns += result.sampling_ns
+
+    def _commit(self, row: Row, choice: TokenChoice | Exception | None) -> None:
+        sequence = row.sequence
+        if sequence.job.job_id not in self._jobs:
+            return  # another choice of the same job failed in this step
+        sequence.n_computed = row.context
+        sequence.high_water = max(sequence.high_water, row.context)
+        match choice:
+            case TokenChoice():
+                self._accept(sequence, choice)
+            case Exception():
+                message = getattr(choice, "message", None) or str(choice)
+                log.error("job %d failed: %s", sequence.job.job_id, message)
+                self._end(sequence.job, Failed(message), "failed")
+
+    def _accept(self, sequence: Choice, choice: TokenChoice) -> None:
+        job = sequence.job
+        now_ns = self._engine.now_ns()
+        job.clocks.first_token_ns = job.clocks.first_token_ns or now_ns
+        job.clocks.last_token_ns = now_ns
+        sequence.append(choice.token)
+        is_end = self._engine.is_end(choice.token) and not job.request.ignore_eos
+        finish = None
+        text = ""
+        if is_end:
+            finish = FinishReason.STOP
+        else:
+            sequence.entries.add(choice)
+            text = sequence.text_of(choice.token)
+            if sequence.n_output >= sequence.max_tokens:
+                finish = FinishReason.LENGTH
+        if finish is not None and sequence.stops.matched is None:
+            text += sequence.last_text()
+        if sequence.stops.matched is not None:
+            finish = FinishReason.STOP
+        entries = sequence.entries.released(
+            len(text), is_cut=sequence.stops.matched is not None, is_last=finish is not None
+        )
+        if text or entries or finish is not None:
+            delta = Delta(index=sequence.index, text=text, choices=entries, finish=finish)
+            self._outbox.setdefault(job.job_id, []).append(delta)
+        if finish is not None:
+            self._scheduler.remove(sequence)
+            job.open_choices -= 1
+            if job.open_choices == 0:
+                job.clocks.finished_ns = now_ns
+                self._end(job, Done(_usage(job)), "done")
+
+    def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:
+        """Blocks first, then the word that it is over."""
+        for sequence in job.sequences:
+            self._scheduler.remove(sequence)
+        job.clocks.finished_ns = job.clocks.finished_ns or self._engine.now_ns()
+        self._engine.stats.jobs[ending] += 1
+        self._outbox.setdefault(job.job_id, []).append(terminal)
+        self._engine.emit_spans(job)
+        del self._jobs[job.job_id]
+
+    def _flush(self) -> None:
+        outputs = []
+        for job_id, news in self._outbox.items():
+            stream = self._streams[job_id] if job_id in self._jobs else self._streams.pop(job_id)
+            outputs.append((stream, news))
+        self._outbox.clear()
+        self._engine.post_outputs(outputs)
+
+
+def _usage(job: Job) -> JobUsage:
+    clocks: Clocks = job.clocks
+    return JobUsage(
+        prompt_tokens=sum(len(prompt) for prompt in job.request.prompts),
+        completion_tokens=sum(sequence.n_output for sequence in job.sequences),
+        queue_s=(clocks.admitted_ns - clocks.arrived_ns) / 1e9,
+        prefill_s=(clocks.first_token_ns - clocks.admitted_ns) / 1e9,
+        decode_s=(clocks.last_token_ns - clocks.first_token_ns) / 1e9,
+        sampling_s=clocks.sampling_ns / 1e9,
+        preemptions=job.preemptions,
+        device_us=dict(clocks.device_us),
+    )
+
+
+__all__ = ["BATCH_BUCKETS", "Engine", "StartFailed", "State", "Stats", "Stream"]

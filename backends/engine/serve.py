@@ -1,0 +1,256 @@
+"""One engine process from start to exit: listen, load, serve, drain.
+
+`serve` is what the command line and the gateway's supervisor start. It listens before it loads,
+so that a taken port is known at once and `/health` answers 503 meanwhile; it ends with status 2
+and one clear line for whatever the operator can mend.
+"""
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import uvicorn
+from msgspec import Struct
+
+from backends.engine import chat, tokenizer
+from backends.engine.engine import Engine
+from backends.engine.errors import ListenFailed, StartFailed
+from backends.engine.gguf import GgufFile
+from backends.engine.kv import BLOCK_TOKENS
+from backends.engine.server import EngineApp, ServedModel
+from backends.engine.spans import Emit, discard
+from backends.engine.types import Runner
+from backends.engine.weights import open_weights
+from backends.engine.wire import Limits, Parser
+from backends.settings import EngineSettings
+from telemetry.clock import Clock, SystemClock
+
+DRAIN_S = 30.0
+
+
+class Listen(Struct, frozen=True, kw_only=True):
+    """Where to listen: a Unix socket, or host and port (0: any free one)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8090
+    uds: Path | None = None
+
+
+class Built(Struct, frozen=True):
+    """An engine and its app, not started."""
+
+    engine: Engine
+    app: EngineApp
+
+
+def prepare_environment(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Before torch is imported: idle compute threads sleep instead of spinning. Spinning ones
+    collapse when cores are shared: a step of 0.05 s was seen to take seconds."""
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def physical_cores(cpuinfo: str, available: set[int]) -> int:
+    """Distinct cores among the processors that this process may use."""
+    cores: set[tuple[str, str]] = set()
+    for block in cpuinfo.split("\n\n"):
+        facts: Mapping[str, str] = {
+            key.strip(): value.strip()
+            for key, _, value in (line.partition(":") for line in block.splitlines())
+        }
+        if facts.get("processor", "").isdigit() and int(facts["processor"]) in available:
+            core = facts.get("core id", facts["processor"])
+            cores.add((facts.get("physical id", "0"), core))
+    return max(1, len(cores) or len(available))
+
+
+def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = discard) -> Built:
+    """Check the model file and compose the engine. Raises StartFailed; takes no torch."""
+    if settings.device == "cuda":
+        raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
+    if settings.dtype not in ("auto", "float32"):
+        raise StartFailed(f"dtype = {settings.dtype}: this engine computes in float32; use auto")
+    clock = clock or SystemClock()
+    file = open_weights(settings.model)
+    words = tokenizer.from_gguf(file)
+    template = chat.from_gguf(file, words)
+    blocks = _pool_blocks(file, settings.kv_memory_gb)
+    context = min(file.integer("llama.context_length"), blocks * BLOCK_TOKENS)
+    engine = Engine(
+        load=lambda: _load(file, blocks, settings.threads or _default_threads()),
+        tokenizer=words,
+        clock=clock,
+        emit=emit,
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+    )
+    name = settings.model if Path(settings.model).suffix == "" else Path(settings.model).stem
+    model = ServedModel(
+        name=name,
+        fingerprint=f"fp_{file.header_digest[:12]}",
+        context=context,
+        created=int(file.path.stat().st_mtime),
+    )
+    parser = Parser(words, template, Limits(model=name, context=context))
+    return Built(engine, EngineApp(engine, parser, words, model, clock))
+
+
+def serve(
+    settings: EngineSettings,
+    listen: Listen,
+    *,
+    emit: Emit = discard,
+    on_ready: Callable[[str], None] | None = None,
+    drain_s: float = DRAIN_S,
+) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. `on_ready` gets the address, once the model
+    is loaded and the next request will be answered."""
+    prepare_environment(os.environ)
+    try:
+        built = build(settings, emit=emit)
+        bound = _bind(listen)
+    except StartFailed as error:
+        return _refuse(error.message)
+    try:
+        return asyncio.run(_run(built, bound, on_ready or (lambda _: None), drain_s))
+    finally:
+        bound.close()
+        if listen.uds is not None:
+            listen.uds.unlink(missing_ok=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: the drain comes first."""
+
+    def install_signal_handlers(self) -> None:
+        return
+
+
+async def _run(
+    built: Built, bound: socket.socket, on_ready: Callable[[str], None], drain_s: float
+) -> int:
+    engine = built.engine
+    config = uvicorn.Config(
+        built.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    server = _Server(config)
+    told_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop.set)
+    serving = asyncio.create_task(server._serve([bound]))
+    engine.start()
+    status = 0
+    stopping = asyncio.create_task(told_to_stop.wait())
+    loading = asyncio.create_task(engine.loaded())
+    await asyncio.wait({stopping, loading, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if loading.done() and loading.exception() is None:
+        on_ready(_address(bound))
+        ended = asyncio.create_task(engine.ended())
+        await asyncio.wait({stopping, ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            status = 1  # a defect; the traceback is in the log, the supervisor starts a new one
+        ended.cancel()
+        await engine.drain(drain_s)
+    elif loading.done():
+        status = _refuse(_load_problem(loading.exception()))
+    loading.cancel()
+    stopping.cancel()
+    server.should_exit = True
+    await serving
+    await engine.close()
+    return status
+
+
+def _load(file: GgufFile, blocks: int, threads: int) -> Runner:
+    # Imported here and not above: torch takes seconds, and only the engine thread needs it.
+    from backends.engine.runner import CpuRunner
+
+    return CpuRunner(file, kv_blocks=blocks, threads=threads)
+
+
+def _load_problem(error: BaseException | None) -> str:
+    match error:
+        case StartFailed():
+            return error.message
+        case MemoryError():
+            return "not enough memory for the weights and the KV pool: lower kv_memory_gb"
+        case ImportError():
+            return f"the engine needs its extra packages ({error}): pip install meterline[engine]"
+        case _:
+            return f"loading the model failed: {type(error).__name__}: {error}"
+
+
+def _pool_blocks(file: GgufFile, memory_gb: float) -> int:
+    heads = file.integer("llama.attention.head_count")
+    size = file.integer(
+        "llama.attention.key_length", file.integer("llama.embedding_length") // heads
+    )
+    kv_heads = file.integer("llama.attention.head_count_kv", heads)
+    token_bytes = 2 * file.integer("llama.block_count") * kv_heads * size * 4  # fp32
+    blocks = int(memory_gb * 1e9) // (token_bytes * BLOCK_TOKENS)
+    if blocks < 1:
+        least = token_bytes * BLOCK_TOKENS / 1e9
+        raise StartFailed(f"kv_memory_gb = {memory_gb}: the smallest pool takes {least:.4f}")
+    return blocks
+
+
+def _default_threads() -> int:
+    info = Path("/proc/cpuinfo")
+    available = os.sched_getaffinity(0)
+    return physical_cores(info.read_text() if info.exists() else "", available)
+
+
+def _bind(listen: Listen) -> socket.socket:
+    if listen.uds is not None:
+        return _bind_unix(listen.uds)
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((listen.host, listen.port))
+        bound.listen(1024)
+    except OSError as error:
+        bound.close()
+        reason = "in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ListenFailed(f"{listen.host}:{listen.port} cannot be used: {reason}") from error
+    return bound
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket file that nobody answers on is left over from a crash and is replaced."""
+    if path.exists():
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise ListenFailed(f"{path} exists and is not a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise ListenFailed(f"{path} is in use by another process")
+        path.unlink()
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(str(path))
+        path.chmod(0o600)
+        bound.listen(1024)
+    except OSError as error:
+        bound.close()
+        raise ListenFailed(f"{path} cannot be used: {error.strerror or error}") from error
+    return bound
+
+
+def _address(bound: socket.socket) -> str:
+    if bound.family == socket.AF_UNIX:
+        return f"unix://{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"meterline engine: {message}\n")
+    return 2

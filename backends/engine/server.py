@@ -1,0 +1,334 @@
+"""The engine as an OpenAI-compatible server: a plain ASGI app over one `Engine`.
+
+The only file that knows HTTP. An error before the first output is a status; after it, an SSE
+event with an `error` key and no [DONE]. A client that goes away cancels its job, streamed or not.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from backends.engine.engine import Engine, State, Stream
+from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
+from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
+from backends.engine.render import Renderer
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage
+from backends.engine.wire import Ask, Parser, Surface
+from telemetry.clock import Clock
+from telemetry.ids import new_request_id
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+_OFF_LOOP_BYTES = 16 * 1024  # bodies from here on are tokenised in a thread
+_JSON = b"application/json"
+
+
+class ServedModel(Struct, frozen=True):
+    name: str
+    fingerprint: str
+    context: int
+    created: int
+
+
+class _Problem(Exception):
+    """What the client gets instead of an answer."""
+
+    def __init__(
+        self, status: int, message: str, kind: str, *, code: str, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Gone(Exception):
+    """The client went away: there is nobody to answer."""
+
+
+class EngineApp:
+    """Routes: /v1/chat/completions, /v1/completions, /v1/models[/{id}], /health, /metrics."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        parser: Parser,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._model = model
+        self._clock = clock
+        self._metrics = EngineMetrics(engine, model=model.name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        exchange = _Exchange(receive, send)
+        try:
+            await self._route(scope, exchange)
+        except _Gone:
+            return
+        except _Problem as problem:
+            await exchange.fail(problem)
+        except Exception:
+            log.exception("answering failed")
+            await exchange.fail(
+                _Problem(500, "internal error", "server_error", code="internal_error")
+            )
+
+    async def _route(self, scope: Scope, exchange: "_Exchange") -> None:
+        path, method = scope["path"].rstrip("/"), scope["method"]
+        surface = _SURFACES.get(path)
+        allowed = "POST" if surface else "GET"
+        if method != allowed and not (method == "HEAD" and allowed == "GET"):
+            if surface is None and not self._is_page(path):
+                raise _not_found(path)
+            raise _Problem(
+                405, f"use {allowed} here", "invalid_request_error", code="method_not_allowed"
+            )
+        if surface:
+            await self._answer(surface, scope, exchange)
+        elif path == "/health":
+            await self._health(exchange)
+        elif path == "/metrics":
+            await exchange.reply(200, self._metrics.text(), CONTENT_TYPE.encode())
+        elif path == "/v1/models":
+            listing = {"object": "list", "data": [self._model_card()]}
+            await exchange.reply(200, msgspec.json.encode(listing))
+        elif path.startswith("/v1/models/"):
+            await self._one_model(path.removeprefix("/v1/models/"), exchange)
+        else:
+            raise _not_found(path)
+
+    def _is_page(self, path: str) -> bool:
+        return path in ("/health", "/metrics", "/v1/models") or path.startswith("/v1/models/")
+
+    async def _health(self, exchange: "_Exchange") -> None:
+        state = self._engine.state
+        status = 200 if state is State.READY else 503
+        await exchange.reply(
+            status, msgspec.json.encode({"status": state, "model": self._model.name})
+        )
+
+    async def _one_model(self, name: str, exchange: "_Exchange") -> None:
+        if name != self._model.name:
+            raise _Problem(
+                404,
+                f"model `{name[:100]}` is not served here",
+                "invalid_request_error",
+                code="model_not_found",
+                param="model",
+            )
+        await exchange.reply(200, msgspec.json.encode(self._model_card()))
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "meterline",
+            "max_model_len": self._model.context,
+        }
+
+    async def _answer(self, surface: Surface, scope: Scope, exchange: "_Exchange") -> None:
+        data = await exchange.body()
+        with_traceparent = _header(scope, b"traceparent")
+        parse = self._parser.chat if surface == "chat" else self._parser.completion
+        try:
+            if len(data) < _OFF_LOOP_BYTES:
+                ask = parse(data, traceparent=with_traceparent)
+            else:
+                ask = await asyncio.to_thread(parse, data, traceparent=with_traceparent)
+            stream = self._engine.submit(ask.job)
+        except EngineError as error:
+            raise _problem(error) from error
+        renderer = Renderer(
+            surface,
+            self._tokenizer,
+            answer_id=new_request_id(self._clock.now_ns()).replace("-", ""),
+            created=self._clock.now_ns() // 1_000_000_000,
+            model=self._model.name,
+            fingerprint=self._model.fingerprint,
+            include_usage=ask.include_usage,
+            has_logprobs=ask.logprobs is not None,
+        )
+        watcher = asyncio.create_task(exchange.until_gone(stream.cancel))
+        try:
+            if ask.stream:
+                await _streamed(ask, stream, renderer, exchange)
+            else:
+                await _whole(stream, renderer, exchange)
+        finally:
+            stream.cancel()
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_open = False
+
+    async def body(self) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > MAX_BODY_BYTES:
+                raise _Problem(
+                    413,
+                    f"the body is larger than {MAX_BODY_BYTES >> 20} MiB",
+                    "invalid_request_error",
+                    code="request_too_large",
+                )
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def until_gone(self, act: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        act()
+
+    async def reply(self, status: int, body: bytes, content_type: bytes = _JSON) -> None:
+        self._is_open = True
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def open_events(self) -> None:
+        self._is_open = True
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, data: bytes) -> None:
+        body = b"data: " + data + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def close_events(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, problem: _Problem) -> None:
+        data = msgspec.json.encode(problem.body)
+        if not self._is_open:
+            await self.reply(problem.status, data)
+            return
+        await self.event(data)  # and no [DONE]
+        await self.close_events()
+
+
+async def _streamed(ask: Ask, stream: Stream, renderer: Renderer, exchange: _Exchange) -> None:
+    is_open = False
+    while True:
+        for output in await stream.next():
+            match output:
+                case Delta():
+                    if not is_open:
+                        is_open = True
+                        await exchange.open_events()
+                    for data in renderer.chunks(output):
+                        await exchange.event(data)
+                case Done(usage):
+                    if ask.include_usage:
+                        await exchange.event(renderer.usage_chunk(usage))
+                    await exchange.event(b"[DONE]")
+                    await exchange.close_events()
+                    return
+                case Failed() | Cancelled():
+                    raise _ended(output)
+
+
+async def _whole(stream: Stream, renderer: Renderer, exchange: _Exchange) -> None:
+    deltas: list[Delta] = []
+    usage: JobUsage | None = None
+    while usage is None:
+        for output in await stream.next():
+            match output:
+                case Delta():
+                    deltas.append(output)
+                case Done():
+                    usage = output.usage
+                case Failed() | Cancelled():
+                    raise _ended(output)
+    await exchange.reply(200, renderer.whole(deltas, usage))
+
+
+def _ended(output: Failed | Cancelled) -> Exception:
+    if isinstance(output, Cancelled):
+        return _Gone()
+    return _Problem(500, output.message, "server_error", code="engine_failed")
+
+
+_SURFACES: dict[str, Surface] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+}
+
+
+def _problem(error: EngineError) -> _Problem:
+    match error:
+        case RequestInvalid():
+            return _Problem(
+                error.status,
+                error.message,
+                "invalid_request_error",
+                code=error.code,
+                param=error.param,
+            )
+        case Overloaded():
+            return _Problem(503, error.message, "server_error", code="overloaded")
+        case NotReady():
+            return _Problem(503, error.message, "server_error", code="not_ready")
+        case _:
+            return _Problem(500, error.message, "server_error", code="internal_error")
+
+
+def _not_found(path: str) -> _Problem:
+    return _Problem(
+        404, f"there is nothing at {path[:100]}", "invalid_request_error", code="not_found"
+    )
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """The engine's life is `serve`'s business; the protocol is only acknowledged."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,306 @@
+"""The engine's vocabulary: what is asked, what is being computed, what comes out. No torch.
+
+A `Job` is one request; it has one `Sequence` per choice. The engine thread alone changes them.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from enum import StrEnum
+from typing import Protocol
+
+from msgspec import Struct, field
+
+from backends.engine.stops import StopMatcher
+from backends.engine.tokenizer import TextDecoder
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How to choose a token. Validated before it gets here."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # output tokens only
+    frequency_penalty: float = 0.0  # output tokens only
+    repetition_penalty: float = 1.0  # prompt and output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k best
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the raw logits decide, with nothing to change in them."""
+        return (
+            not self.logit_bias
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.repetition_penalty == 1.0
+        )
+
+
+class JobRequest(Struct, frozen=True, kw_only=True):
+    """One request, validated. Choice `i` continues `prompts[i // n]`."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    n: int = 1
+    sampling: Sampling = Sampling()
+    max_tokens: tuple[int, ...]  # per prompt
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    priority: int = 0  # lower first, as in vLLM
+    traceparent: str | None = None
+    model: str = ""
+
+
+class TokenLogprob(Struct, frozen=True, gc=False):
+    token: int
+    logprob: float
+
+
+class TokenChoice(Struct, frozen=True, gc=False):
+    """One sampled token. `best` are the most likely ones, first the best."""
+
+    token: int
+    logprob: float | None = None
+    best: tuple[TokenLogprob, ...] = ()
+
+
+class Clocks:
+    """Stamps of one job in nanoseconds since the epoch (0: not yet), and what it was charged."""
+
+    __slots__ = (
+        "admitted_ns", "arrived_ns", "device_us", "finished_ns", "first_token_ns",
+        "last_token_ns", "neighbours", "sampling_ns", "seen_step", "steps",
+    )  # fmt: skip
+
+    def __init__(self, arrived_ns: int) -> None:
+        self.arrived_ns = arrived_ns
+        self.admitted_ns = 0
+        self.first_token_ns = 0
+        self.last_token_ns = 0
+        self.finished_ns = 0
+        self.sampling_ns = 0  # wall time of the samplings this job was in
+        self.seen_step = -1
+        self.steps = 0
+        self.neighbours = 0  # rows of those steps, summed: over steps it is the mean batch
+        self.device_us: dict[str, int] = {}
+
+
+class Job:
+    """One request from intake to its terminal event. `sequences` in order of choice index."""
+
+    __slots__ = ("clocks", "job_id", "open_choices", "preemptions", "request", "sequences")
+
+    def __init__(self, job_id: int, request: JobRequest, arrived_ns: int) -> None:
+        self.job_id = job_id
+        self.request = request
+        self.clocks = Clocks(arrived_ns)
+        self.preemptions = 0
+        self.sequences: list[Sequence] = []
+        self.open_choices = 0
+
+
+class Entries:
+    """Log-probabilities wait for their text: a token whose text is held back as a possible stop
+    string, or is cut off by one, must not show up here either."""
+
+    __slots__ = ("_fed", "_released", "_waiting")
+
+    def __init__(self) -> None:
+        self._fed = 0  # characters
+        self._released = 0
+        self._waiting: list[tuple[int, TokenChoice]] = []  # with where its text starts
+
+    def add(self, choice: TokenChoice) -> None:
+        if choice.logprob is not None:
+            self._waiting.append((self._fed, choice))
+
+    def fed(self, characters: int) -> None:
+        self._fed += characters
+
+    def released(self, characters: int, *, is_cut: bool, is_last: bool) -> tuple[TokenChoice, ...]:
+        """Those whose text has begun to go out; at an uncut end, all."""
+        self._released += characters
+        ready = [
+            choice
+            for start, choice in self._waiting
+            if start < self._released or (is_last and not is_cut)
+        ]
+        self._waiting = self._waiting[len(ready) :]
+        return tuple(ready)
+
+
+class Sequence:
+    """One choice being generated.
+
+    `tokens[:n_computed]` have their keys and values in `blocks`. `high_water` is the most that
+    was ever computed: what is computed again below it, after a preemption, is "recompute"."""
+
+    __slots__ = (
+        "arrival", "blocks", "counts", "decoder", "draws", "entries", "high_water", "index", "job",
+        "max_tokens", "n_computed", "n_prompt", "seed", "seen", "stops", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        job: Job,
+        index: int,
+        prompt: SequenceOf[int],
+        *,
+        arrival: int,
+        max_tokens: int,
+        seed: int,
+        decoder: TextDecoder,
+        stops: StopMatcher,
+    ) -> None:
+        self.job = job
+        self.index = index
+        self.arrival = arrival
+        self.tokens = list(prompt)
+        self.n_prompt = len(self.tokens)
+        self.n_computed = 0
+        self.high_water = 0
+        self.blocks: list[int] = []
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.draws = 0
+        self.counts: dict[int, int] = {}  # of output tokens
+        self.seen: set[int] = set(prompt)  # prompt and output tokens
+        self.decoder = decoder
+        self.stops = stops
+        self.entries = Entries()
+
+    @property
+    def n_output(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.n_pending == 1 and self.n_output > 0
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.counts[token] = self.counts.get(token, 0) + 1
+        self.seen.add(token)
+
+    def text_of(self, token: int) -> str:
+        """What may be sent now that this token came."""
+        return self._matched(self.decoder.feed(token))
+
+    def last_text(self) -> str:
+        """What was held back, now that nothing follows."""
+        return self._matched(self.decoder.flush()) + self.stops.flush()
+
+    def _matched(self, text: str) -> str:
+        self.entries.fed(len(text))
+        return self.stops.feed(text)
+
+
+class Row(Struct, frozen=True):
+    """What one sequence computes in one step: `tokens[start : start + count]`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def context(self) -> int:
+        return self.start + self.count
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether the last computed token is the last known one, so that the next is sampled."""
+        return self.context == len(self.sequence.tokens)
+
+    @property
+    def phase(self) -> str:
+        if self.start < self.sequence.high_water:
+            return "recompute"
+        return "decode" if self.start >= self.sequence.n_prompt else "prefill"
+
+
+class StepResult(Struct, frozen=True):
+    """`choices[i]` belongs to the i-th row: None where no token was due, an exception where this
+    row failed alone."""
+
+    choices: list[TokenChoice | Exception | None]
+    sampling_ns: int
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """What the cost model and the limits need to know of a loaded model."""
+
+    body_params: int
+    head_params: int
+    weight_bytes: int  # per parameter
+    layers: int
+    heads: int
+    head_dim: int
+    vocab: int
+    kv_token_bytes: int
+    kv_blocks: int
+
+
+class Runner(Protocol):
+    """The device side. Used by the engine thread alone."""
+
+    facts: ModelFacts
+
+    def run(self, rows: SequenceOf[Row]) -> StepResult:
+        """Compute the rows and sample where due. Raises whatever the device raises."""
+        ...
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """What one step added to one choice."""
+
+    index: int
+    text: str
+    choices: tuple[TokenChoice, ...] = ()  # with logprobs asked: the tokens it came from
+    finish: FinishReason | None = None
+
+
+class JobUsage(Struct, frozen=True, kw_only=True):
+    """The final count of a job, and the timing extension."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    sampling_s: float
+    preemptions: int
+    device_us: dict[str, int] = field(default_factory=dict)
+
+
+class Done(Struct, frozen=True):
+    """The terminal event of a job that ended well."""
+
+    usage: JobUsage
+
+
+class Failed(Struct, frozen=True):
+    """The terminal event of a job that did not."""
+
+    message: str
+
+
+class Cancelled(Struct, frozen=True):
+    """The terminal event after a cancel."""
+
+
+Output = Delta | Done | Failed | Cancelled

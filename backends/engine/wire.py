@@ -1,0 +1,374 @@
+"""From a request body to a validated `JobRequest`, or a 400 with the path of the field.
+
+Everything a client can send is checked here, before the engine thread sees it. Unknown fields are
+ignored, as OpenAI-compatible servers do; a known field that would change the answer and is not
+supported is refused, because ignoring it would be a lie.
+Shapes: https://platform.openai.com/docs/api-reference/chat/create and …/completions/create;
+`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt` as in vLLM.
+"""
+
+import math
+import re
+import secrets
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from backends.engine.chat import ChatTemplate, Message
+from backends.engine.errors import RequestInvalid
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.types import JobRequest, Sampling
+
+Surface = Literal["chat", "completions"]
+Unused = Any  # a field whose presence alone matters
+
+Count = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+MAX_STOPS = 16
+MAX_PROMPTS = 64
+MAX_CHOICES = 128
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+
+
+class ContentPart(Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class _Body(Struct, frozen=True, kw_only=True):
+    """What both surfaces take. None is as good as absent, everywhere."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: all
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Unused] | None = None
+    functions: list[Unused] | None = None
+
+
+class ChatBody(_Body, frozen=True, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class CompletionBody(_Body, frozen=True, kw_only=True):
+    prompt: str | list[str] | list[int] | list[list[int]] | Any
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """A request ready for the engine, and how its answer should be sent."""
+
+    surface: Surface
+    job: JobRequest
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What this engine can hold."""
+
+    model: str
+    context: int  # tokens of prompt and answer together
+
+
+class Parser:
+    """Bound to one model. Safe to use from any thread: tokenising a long prompt takes a while."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limits = limits
+        self._longest_token = max(
+            len(tokenizer.token_bytes(token)) for token in range(tokenizer.size)
+        )
+
+    def chat(self, data: bytes, *, traceparent: str | None) -> Ask:
+        body = _decode(data, ChatBody)
+        self._check(body)
+        if self._template is None:
+            raise RequestInvalid("this model has no chat template: use /v1/completions")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestInvalid("top_logprobs needs logprobs: true", param="top_logprobs")
+        if None not in (body.max_tokens, body.max_completion_tokens):
+            raise RequestInvalid(
+                "send max_tokens or max_completion_tokens, not both", param="max_tokens"
+            )
+        messages = _messages(body.messages)
+        self._refuse_absurd(sum(len(m.content) for m in messages), "messages")
+        prompt = self._template.encode(messages)
+        return self._ask(
+            "chat",
+            body,
+            [prompt],
+            param="messages",
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            traceparent=traceparent,
+        )
+
+    def completion(self, data: bytes, *, traceparent: str | None) -> Ask:
+        body = _decode(data, CompletionBody)
+        self._check(body)
+        for name in ("echo", "suffix"):
+            if getattr(body, name):
+                raise RequestInvalid(f"{name} is not supported by this engine", param=name)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise RequestInvalid("best_of other than n is not supported", param="best_of")
+        return self._ask(
+            "completions",
+            body,
+            [self._prompt(prompt) for prompt in self._prompts(body.prompt)],
+            param="prompt",
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            traceparent=traceparent,
+        )
+
+    def _check(self, body: _Body) -> None:
+        if body.model != self._limits.model:
+            raise RequestInvalid(
+                f"model `{body.model}` is not served here; this is `{self._limits.model}`",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        if body.tools or body.functions:
+            raise RequestInvalid("tools are not supported by this engine", param="tools")
+        if body.response_format is not None and body.response_format.type != "text":
+            raise RequestInvalid(
+                f"response_format `{body.response_format.type}` is not supported by this engine",
+                param="response_format.type",
+            )
+        if body.stream_options is not None and not body.stream:
+            raise RequestInvalid("stream_options needs stream: true", param="stream_options")
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
+            value = getattr(body, name)
+            if value is not None and not math.isfinite(value):
+                raise RequestInvalid(f"{name} is not a finite number", param=name)
+
+    def _ask(
+        self,
+        surface: Surface,
+        body: _Body,
+        prompts: list[list[int]],
+        *,
+        param: str,
+        max_tokens: int | None,
+        logprobs: int | None,
+        traceparent: str | None,
+    ) -> Ask:
+        options = body.stream_options or StreamOptions()
+        return Ask(
+            surface=surface,
+            job=JobRequest(
+                prompts=tuple(tuple(prompt) for prompt in prompts),
+                n=body.n or 1,
+                sampling=self._sampling(body, logprobs),
+                max_tokens=tuple(self._room(len(p), max_tokens, param) for p in prompts),
+                stop=_stops(body.stop),
+                ignore_eos=bool(body.ignore_eos),
+                seed=secrets.randbits(63) if body.seed is None else body.seed,
+                priority=body.priority or 0,
+                traceparent=traceparent,
+                model=body.model,
+            ),
+            stream=bool(body.stream),
+            include_usage=bool(options.include_usage),
+            logprobs=logprobs,
+        )
+
+    def _sampling(self, body: _Body, logprobs: int | None) -> Sampling:
+        return Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=self._biases(body.logit_bias or {}),
+            logprobs=logprobs,
+        )
+
+    def _biases(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        result: dict[int, float] = {}
+        for key, bias in biases.items():
+            token = int(key) if re.fullmatch(r"[0-9]{1,9}", key) else -1
+            if not 0 <= token < self._tokenizer.size:
+                raise RequestInvalid(
+                    f"`{key[:40]}` is no token of this model: ids are 0 to "
+                    f"{self._tokenizer.size - 1}",
+                    param="logit_bias",
+                )
+            if token in result:
+                raise RequestInvalid(f"token {token} is there twice", param="logit_bias")
+            result[token] = bias
+        return tuple(sorted(result.items()))
+
+    def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
+        context = self._limits.context
+        if prompt_tokens == 0:
+            raise RequestInvalid("there is nothing to continue: the prompt is empty", param=param)
+        if prompt_tokens >= context:
+            raise _too_long(
+                f"the prompt has {prompt_tokens} tokens and this model's context holds {context}, "
+                "the answer included: shorten it",
+                param,
+            )
+        if asked is not None and prompt_tokens + asked > context:
+            raise _too_long(
+                f"the prompt has {prompt_tokens} tokens and asks for {asked} more; this model's "
+                f"context holds {context}: lower max_tokens to {context - prompt_tokens}",
+                param,
+            )
+        return context - prompt_tokens if asked is None else asked
+
+    def _refuse_absurd(self, characters: int, param: str) -> None:
+        """Without tokenising: so many characters cannot fit, whatever they are."""
+        if characters > self._limits.context * self._longest_token:
+            raise _too_long(
+                f"the prompt has {characters} characters and cannot fit into this model's context "
+                f"of {self._limits.context} tokens: shorten it",
+                param,
+            )
+
+    def _prompts(self, prompt: Any) -> list[str | list[int]]:
+        """One of the four shapes: a text, texts, token ids, lists of token ids."""
+        match prompt:
+            case str():
+                prompts: list[Any] = [prompt]
+            case [int(), *_]:
+                prompts = [prompt]
+            case [str() | list(), *_]:
+                prompts = prompt
+            case _:
+                raise RequestInvalid(
+                    "prompt is a text, a list of texts, or token ids, and not empty",
+                    param="prompt",
+                )
+        if len(prompts) > MAX_PROMPTS:
+            raise RequestInvalid(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
+        return prompts
+
+    def _prompt(self, prompt: str | list[int]) -> list[int]:
+        bos = [] if self._tokenizer.bos is None else [self._tokenizer.bos]
+        match prompt:
+            case str():
+                self._refuse_absurd(len(prompt), "prompt")
+                tokens = self._tokenizer.encode(prompt)
+                return bos + tokens if tokens else []
+            case list():
+                for token in prompt:
+                    is_id = isinstance(token, int) and not isinstance(token, bool)
+                    if not is_id or not 0 <= token < self._tokenizer.size:
+                        raise RequestInvalid(
+                            f"token ids are whole numbers from 0 to {self._tokenizer.size - 1}",
+                            param="prompt",
+                        )
+                return prompt
+            case _:
+                raise RequestInvalid(
+                    "prompts of one request are all texts or all token ids", param="prompt"
+                )
+
+
+def _decode(data: bytes, shape: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(data, type=shape)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = _PATH.search(message)
+        missing = re.search(r"missing required field `(\w+)`", message)
+        param = path[1] if path else ""
+        if missing:
+            param = f"{param}.{missing[1]}" if param else missing[1]
+        raise RequestInvalid(_PATH.sub("", message), param=param or None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestInvalid(f"the body is not JSON: {error}") from error
+
+
+def _messages(messages: list[ChatMessage]) -> list[Message]:
+    if not messages:
+        raise RequestInvalid("there is nothing to answer: messages is empty", param="messages")
+    result = []
+    for i, message in enumerate(messages):
+        if message.role not in _ROLES:
+            raise RequestInvalid(
+                f"role `{message.role[:40]}` is none of {', '.join(_ROLES)}",
+                param=f"messages[{i}].role",
+            )
+        role = "system" if message.role == "developer" else message.role
+        result.append(Message(role, _content(message, i)))
+    return result
+
+
+def _content(message: ChatMessage, i: int) -> str:
+    match message.content:
+        case str(text):
+            return text
+        case None:
+            if message.role == "assistant":
+                return ""
+            raise RequestInvalid("content is missing", param=f"messages[{i}].content")
+        case parts:
+            texts = []
+            for j, part in enumerate(parts):
+                if part.type != "text" or part.text is None:
+                    raise RequestInvalid(
+                        f"content of type `{part.type[:40]}` is not supported: this model reads "
+                        "text",
+                        param=f"messages[{i}].content[{j}]",
+                    )
+                texts.append(part.text)
+            return "".join(texts)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise RequestInvalid(f"at most {MAX_STOPS} stop strings", param="stop")
+    for text in stops:
+        if not 0 < len(text) <= 1_000:
+            raise RequestInvalid("a stop string has 1 to 1,000 characters", param="stop")
+    return tuple(stops)
+
+
+def _too_long(message: str, param: str) -> RequestInvalid:
+    return RequestInvalid(message, param=param, code="context_length_exceeded")

@@ -1,0 +1,113 @@
+"""The engine against independent implementations, on the bundled weights.
+
+How the golden files were made stands in the scripts beside them.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from backends.engine import tokenizer
+from backends.engine.gguf import GgufFile
+from backends.engine.kv import BlockPool
+from backends.engine.scheduler import Scheduler
+from backends.engine.serve import prepare_environment
+from backends.engine.stops import StopMatcher
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.types import Job, JobRequest, Runner, Sampling, Sequence, TokenChoice
+from backends.engine.weights import BUNDLED_NAME, open_weights
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+KV_BLOCKS = 120
+
+
+@pytest.fixture(scope="module")
+def weights() -> GgufFile:
+    return open_weights(BUNDLED_NAME)
+
+
+@pytest.fixture(scope="module")
+def words(weights: GgufFile) -> Tokenizer:
+    return tokenizer.from_gguf(weights)
+
+
+@pytest.fixture(scope="module")
+def runner(weights: GgufFile) -> Runner:
+    prepare_environment(os.environ)
+    from backends.engine.runner import CpuRunner  # after the environment: it imports torch
+
+    return CpuRunner(weights, kv_blocks=KV_BLOCKS)
+
+
+def generate(
+    runner: Runner, words: Tokenizer, prompts: list[list[int]], count: int, *, step_tokens: int
+) -> list[list[int]]:
+    """Greedy, all prompts together through the scheduler, end tokens ignored."""
+    pool = BlockPool(KV_BLOCKS)
+    scheduler = Scheduler(pool, max_batch_size=16, max_batch_tokens=step_tokens)
+    sequences = []
+    for number, prompt in enumerate(prompts):
+        job = Job(
+            number,
+            JobRequest(
+                prompts=(tuple(prompt),), max_tokens=(count,), sampling=Sampling(temperature=0.0)
+            ),
+            0,
+        )
+        sequence = Sequence(
+            job, 0, prompt, arrival=number, max_tokens=count, seed=0,
+            decoder=words.decoder(), stops=StopMatcher(()),
+        )  # fmt: skip
+        sequences.append(sequence)
+        scheduler.add(sequence)
+    while scheduler.running or scheduler.waiting:
+        rows = scheduler.plan().rows
+        for row, choice in zip(rows, runner.run(rows).choices, strict=True):
+            row.sequence.n_computed = row.context
+            if isinstance(choice, TokenChoice):
+                row.sequence.append(choice.token)
+                if row.sequence.n_output == count:
+                    scheduler.remove(row.sequence)
+    assert pool.used == 0
+    return [sequence.tokens[sequence.n_prompt :] for sequence in sequences]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "together", "step_tokens"),
+    [(slice(0, 16, 5), 1, 512), (slice(None), 16, 128)],
+    ids=["alone", "batched-in-chunks"],
+)
+def test_greedy_equals_transformers(
+    runner: Runner, words: Tokenizer, chosen: slice, together: int, step_tokens: int
+) -> None:
+    """Greedy output equals transformers' fp32 token for token, alone and batched in chunks."""
+    cases = json.loads((GOLDEN / "greedy.json").read_text())["cases"]
+    assert len(cases) == 16
+    cases = cases[chosen]
+    for start in range(0, len(cases), together):
+        group = cases[start : start + together]
+        outputs = generate(
+            runner,
+            words,
+            [case["prompt"] for case in group],
+            len(group[0]["output"]),
+            step_tokens=step_tokens,
+        )
+        assert outputs == [case["output"] for case in group]
+
+
+def test_tokens_equal_llama_cpp(words: Tokenizer) -> None:
+    """Text becomes the same tokens as in llama.cpp, over more than ten thousand of them."""
+    cases = json.loads((GOLDEN / "tokenizer.json").read_text())["cases"]
+    assert sum(len(case["tokens"]) for case in cases) >= 10_000
+    for case in cases:
+        assert words.encode(case["text"]) == case["tokens"], case["text"][:80]
+
+
+def test_tokens_come_back_as_text(words: Tokenizer) -> None:
+    """Decoding the tokens of a text gives the text back, byte for byte."""
+    for case in json.loads((GOLDEN / "tokenizer.json").read_text())["cases"]:
+        assert words.decode(case["tokens"]) == case["text"]
