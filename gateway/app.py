@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import functools
 import logging
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,6 +39,7 @@ from gateway.config import Config, ConfigInvalid, resolve
 from gateway.errors import GatewayError
 from gateway.keys import KeyRing, PepperInvalid, Secret
 from gateway.pipeline import Gateway
+from gateway.refusals import Refusals
 from gateway.readiness import Readiness
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.tenants import Tenants
@@ -152,11 +155,14 @@ async def _build(
     prices = Prices(engine, clock)
     await prices.publish(config)
 
-    metrics = Metrics(CollectorRegistry(), max_models=config.telemetry.max_model_labels)
+    wal = _open_wal(config, clock)
+    stack.callback(wal.close)
+    metrics = Metrics(
+        CollectorRegistry(), max_models=config.telemetry.max_model_labels, node=wal.node
+    )
+    wal.on_fsync = metrics.child(metric.WAL_FSYNC, node=wal.node).observe
     spans = _open_spans(config, data, metrics)
     stack.callback(spans.close)
-    wal = _open_wal(config, clock, metrics)
-    stack.callback(wal.close)
     ledger = Ledger(
         wal=wal,
         rate=prices.rate,
@@ -190,8 +196,10 @@ async def _build(
         watcher = ConfigWatcher(config_path, runtimes, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
-    gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger)
-    _watch(metrics, gateway, worker)
+    gateway = Gateway(
+        runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock)
+    )
+    _watch(metrics, gateway, worker, runtimes)
     app = create_app(
         gateway=gateway,
         metrics=metrics,
@@ -277,14 +285,11 @@ async def _bring_up_to_date(engine: AsyncEngine) -> None:
         raise StartupError("the database has not the newest tables: run `meterline migrate` first")
 
 
-def _open_wal(config: Config, clock: Clock, metrics: Metrics) -> WriteAheadLog:
+def _open_wal(config: Config, clock: Clock) -> WriteAheadLog:
     """The first log folder that no other process holds."""
-    observe = functools.partial(metrics.measure, metric.WAL_FSYNC)
     for number in range(WAL_FOLDERS):
         with contextlib.suppress(WalLocked):
-            return WriteAheadLog.open(
-                config.wal_dir, f"gateway-{number}", clock=clock, on_fsync=observe
-            )
+            return WriteAheadLog.open(config.wal_dir, f"gateway-{number}", clock=clock)
     raise StartupError(f"{config.wal_dir} is in use by {WAL_FOLDERS} other gateways")
 
 
@@ -303,9 +308,49 @@ def spans_file(data: Path, service: str = "gateway") -> Path:
     return data / "spans" / f"{service}.jsonl"
 
 
-def _watch(metrics: Metrics, gateway: Gateway, worker: LedgerWorker) -> None:
+async def _last_flush(worker: LedgerWorker) -> None:
+    """Everything into the database before it closes. What it refuses stays in the log."""
+    try:
+        async with asyncio.timeout(FLUSH_S):
+            await worker.flush()
+    except (SQLAlchemyError, OSError, TimeoutError):
+        log.warning("ledger_not_flushed", extra={"hint": "it is shipped at the next start"})
+
+
+def _watch(
+    metrics: Metrics, gateway: Gateway, worker: LedgerWorker, runtimes: RuntimeHolder
+) -> None:
     """Gauges and totals that are kept elsewhere and read at each scrape."""
-    metrics.info(metric.BUILD_INFO, {"version": VERSION})
+    ledger, wal, node = gateway.ledger, gateway.ledger.wal, metrics.node
+    metrics.info(metric.BUILD_INFO, {"version": VERSION, "python": platform.python_version()})
+    for route in metric.ROUTE.values:
+        metrics.watch(metric.IN_FLIGHT, functools.partial(ledger.count, route), route=route)
+        metrics.watch(
+            metric.OPEN_STREAMS, functools.partial(ledger.count, route, streams=True), route=route
+        )
+    metrics.watch(metric.ADMITTED, lambda: ledger.admitted, node=node)
+    metrics.watch(metric.INTENTS_OPEN, lambda: wal.outstanding, node=node)
+    metrics.watch(metric.WAL_APPENDED, lambda: wal.appended, node=node)
+    metrics.watch(metric.WAL_SHIPPED, lambda: worker.shipper.shipped, node=node)
+    metrics.watch(metric.WAL_PENDING_BYTES, wal.pending_bytes, node=node)
+    metrics.watch(
+        metric.WAL_OLDEST_PENDING, lambda: time.time() - worker.lag_s, node=node
+    )
+    metrics.watch(metric.ROLLUP_LAG, lambda: worker.lag_s)
+    metrics.watch(
+        metric.CONSERVATION_RESIDUAL,
+        lambda: ledger.opened - ledger.settled - ledger.in_flight,
+        law="requests",
+    )
+    metrics.watch(metric.OBSERVER_ERRORS, lambda: ledger.observer_errors, kind="metrics")
+    metrics.watch(metric.CONFIG_RELOADS, lambda: runtimes.reloads, result="applied")
+    metrics.watch(metric.CONFIG_RELOADS, lambda: runtimes.reload_failures, result="rejected")
+    for reason in metric.UNAUTHENTICATED.label("reason").values:
+        metrics.watch(
+            metric.UNAUTHENTICATED,
+            functools.partial(gateway.refusals.counts.__getitem__, reason),
+            reason=reason,
+        )
     metrics.expect(
         (upstream.backend.provider, target.model)
         for route in gateway.runtimes.current.routes.values()

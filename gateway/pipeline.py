@@ -8,21 +8,25 @@ from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
 from gateway.dispatch import first_success
-from gateway.errors import Draining
+from gateway.errors import Draining, LedgerUnavailable, Unauthenticated
+from gateway.refusals import Refusals
 from gateway.routing import Target, plan
 from gateway.runtime import Runtime, RuntimeHolder
 from telemetry import trace_context
-from telemetry.ledger import Ledger, OpenRecord
+from telemetry.ledger import Ledger, OpenRecord, WalUnavailable
 from telemetry.record import Attempt
 
 
 class Gateway:
     """The stages in their order, and the objects that they act through."""
 
-    def __init__(self, *, runtimes: RuntimeHolder, auth: Auth, ledger: Ledger) -> None:
+    def __init__(
+        self, *, runtimes: RuntimeHolder, auth: Auth, ledger: Ledger, refusals: Refusals
+    ) -> None:
         self.runtimes = runtimes
         self.auth = auth
         self.ledger = ledger
+        self.refusals = refusals
         self.draining = False
         self._dice = random.Random()  # noqa: S311  (weights, not secrets)
 
@@ -42,14 +46,13 @@ class Gateway:
             if self.draining:
                 raise Draining("This replica is shutting down. Retry: another one will answer.")
             with record.stage("auth"):
-                caller = await self.auth.identify(call.credential())
-                self._called_by(record, caller)
+                caller = await self._identify(call, record)
             with record.stage("route"):
                 asked = call.parse()
                 self._asked(record, asked)
                 attempts = plan(runtime.route(asked.model, caller), self._dice.random())
             with record.stage("admit"):
-                record.intend()  # in the log before anything is spent
+                self._intend(record)  # in the log before anything is spent
             live = await first_success(
                 attempts,
                 runtime.upstreams,
@@ -64,10 +67,25 @@ class Gateway:
         share = runtime.config.telemetry.sampling
         return share >= 1.0 or self._dice.random() < share
 
-    @staticmethod
-    def _called_by(record: OpenRecord, caller: Caller) -> None:
+    async def _identify(self, call: Call, record: OpenRecord) -> Caller:
+        try:
+            caller = await self.auth.identify(call.credential())
+        except Unauthenticated as error:
+            self.refusals.count(error)
+            record.is_logged = self.refusals.may_record()
+            raise
         record.data.tenant_id = caller.tenant_id
         record.data.key_id = caller.key_id
+        return caller
+
+    @staticmethod
+    def _intend(record: OpenRecord) -> None:
+        try:
+            record.intend()
+        except WalUnavailable as error:
+            raise LedgerUnavailable(
+                "The ledger cannot record this request, so it is not served. Retry shortly."
+            ) from error
 
     @staticmethod
     def _asked(record: OpenRecord, asked: Asked) -> None:

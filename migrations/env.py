@@ -1,25 +1,14 @@
-"""Alembic's entry: run the scripts on the connection that `migrations.upgrade_engine` gives."""
-
-import importlib
-import importlib.util
+"""Alembic's entry: runs the scripts on the connection that `migrations.upgrade_engine` passes in."""
 
 from alembic import context
-from sqlalchemy import MetaData
 
+from gateway.tenants import TenantBase
 from telemetry.tables import LedgerBase
 
-
-def target_metadata() -> list[MetaData]:
-    """All tables of the product: the tenants' (the gateway's) and the ledger's."""
-    metadata = [LedgerBase.metadata]
-    if importlib.util.find_spec("gateway.tenants") is not None:
-        metadata.insert(0, importlib.import_module("gateway.tenants").Base.metadata)
-    return metadata
-
-
+# All tables of the product: the tenants' (the gateway's) and the ledger's.
 context.configure(
     connection=context.config.attributes["connection"],
-    target_metadata=target_metadata(),
+    target_metadata=[TenantBase.metadata, LedgerBase.metadata],
     render_as_batch=True,
     transactional_ddl=False,  # the caller's transaction is around everything
 )

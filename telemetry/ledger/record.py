@@ -64,6 +64,14 @@ class Ledger:
     def in_flight(self) -> int:
         return len(self._open)
 
+    def count(self, surface: str, *, streams: bool = False) -> int:
+        """Open records of a surface; `streams`: those that have begun to stream."""
+        return sum(
+            record.data.surface == surface
+            and (not streams or (record.data.stream and record.data.served is not None))
+            for record in self._open.values()
+        )
+
     def open(
         self,
         *,
@@ -117,13 +125,14 @@ class Ledger:
         data = record.data
         for attempt in data.attempts:
             attempt.charges = self._rated(attempt)
-        self.wal.append_settlement(
-            entries.pack(
-                entries.Settlement(data.request_id, record.is_admitted, entries.to_json(data))
-            ),
-            admitted=record.is_admitted,
-            on_written=_nothing if slot is None else slot.release,
-        )
+        if record.is_logged or record.is_admitted:
+            self.wal.append_settlement(
+                entries.pack(
+                    entries.Settlement(data.request_id, record.is_admitted, entries.to_json(data))
+                ),
+                admitted=record.is_admitted,
+                on_written=_nothing if slot is None else slot.release,
+            )
         self._open.pop(data.request_id, None)
         self.settled += 1
         for observer in self._observers:
@@ -145,12 +154,16 @@ class Ledger:
 class OpenRecord:
     """One request until it is settled. Mutate `data` freely before `close`, never after."""
 
-    __slots__ = ("_clock", "_ledger", "_offset_ns", "_slot", "data", "is_admitted", "is_closed")
+    __slots__ = (
+        *("_clock", "_ledger", "_offset_ns", "_slot"),
+        *("data", "is_admitted", "is_closed", "is_logged"),
+    )
 
     def __init__(self, ledger: Ledger, data: RequestRecord, clock: Clock) -> None:
         self.data = data
         self.is_admitted = False
         self.is_closed = False
+        self.is_logged = True  # False, and nothing was admitted: counted, and no row is written
         self._ledger = ledger
         self._clock = clock
         self._offset_ns = data.opened_ns - clock.monotonic_ns()

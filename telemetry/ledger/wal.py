@@ -124,7 +124,7 @@ class WriteAheadLog:
         self._clock = clock
         self._segment_bytes = segment_bytes
         self._interval_s = fsync_interval_s
-        self._on_fsync = on_fsync
+        self.on_fsync = on_fsync
         self._lock = threading.Lock()
         self._syncing = threading.Lock()  # taken before _lock, never inside it
         self._waiting: deque[tuple[bytes, Callable[[], None]]] = deque()
@@ -505,8 +505,8 @@ class WriteAheadLog:
             took = time.perf_counter() - started
             self.fsyncs += 1
             self.fsync_total_s += took
-            if self._on_fsync is not None:
-                self._on_fsync(took)
+            if self.on_fsync is not None:
+                self.on_fsync(took)
 
     def _recover(self) -> None:
         """Cut the torn tail of the newest segment and learn how many records there are."""
