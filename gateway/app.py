@@ -258,6 +258,7 @@ def create_app(
             render_plugins=[JsonRenderPlugin(path="/")],
         ),
         on_app_init=[keep],
+        logging_config=None,  # telemetry.logs owns logging
         request_max_body_size=1_000_000,  # admin bodies; completions have their own limit
     )
     openapi.add_completions(app.openapi_schema)
