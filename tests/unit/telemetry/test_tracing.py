@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from telemetry import genai
+from telemetry import genai, trace_context
 from telemetry.record import FAILURES, Outcome, RequestRecord
-from telemetry.tracing import FileSink, SpanData, SpanExport, error_type, spans_of
+from telemetry.tracing import FileSink, SpanData, SpanExport, child_spans, error_type, spans_of
 from tests.fakes import records
 
 ATTEMPT = "chat gpt-4o"
@@ -128,7 +128,7 @@ def test_whole_completions_are_named_as_the_convention_wants() -> None:
 
 def test_unpriced_has_no_amount() -> None:
     """An unknown price is said, and is never a number."""
-    tried = records.attempt(charges=(records.charge("out_text", 26, None),))
+    tried = records.attempt(charges=(records.charge("Output Tokens", 26, None),))
     told = tree(records.record(tried))[1][ATTEMPT].attributes
     assert told[genai.COST_UNPRICED] is True
     assert genai.COST_AMOUNT not in told
@@ -182,6 +182,24 @@ def test_names_equal_the_conventions_where_they_are_published() -> None:
         *(genai.RESPONSE_FINISH_REASONS, genai.USAGE_INPUT_TOKENS, genai.USAGE_OUTPUT_TOKENS),
     ):
         assert name in published
+
+
+def test_phases_hang_under_the_incoming_span() -> None:
+    """Another process's phases are children of the span in its traceparent."""
+    record = records.record(records.attempt())
+    caller = record.attempts[0].span_id
+    (stage, *_) = spans_of(record)[1:]
+    header = trace_context.write(record.trace_id, caller, sampled=True)
+    (span,) = child_spans(header, [stage])
+    assert (span.trace_id, span.parent_span_id) == (record.trace_id, caller)
+    assert (span.name, span.start_ns, span.end_ns) == (stage.name, stage.start_ns, stage.end_ns)
+    assert span.span_id not in (caller, stage.span_id)
+
+
+@pytest.mark.parametrize("header", [None, "nonsense", f"00-{'a' * 32}-{'b' * 16}-00"])
+def test_phases_without_a_sampled_caller_are_no_spans(header: str | None) -> None:
+    """The caller's sampled flag is respected; nothing is exported without a trace."""
+    assert child_spans(header, spans_of(records.refused())) == []
 
 
 # --- the export ---
