@@ -363,7 +363,7 @@ class FileSink:
 class SpanExport:
     """A bounded queue and the thread that empties it.
 
-    `emit` and `emit_record` cost an append and never wait; they may be called from any thread.
+    `emit` and `observe` cost an append and never wait; they may be called from any thread.
     Items are requests, so the queue is bounded by them; what does not fit is dropped and
     counted. `close` gives the thread `timeout_s` to finish and then drops what is left."""
 
@@ -404,12 +404,11 @@ class SpanExport:
         """Hand over finished spans. False: dropped."""
         return self._put(spans, len(spans)) if spans else True
 
-    def emit_record(self, record: RequestRecord) -> bool:
-        """Hand over a settled record whose trace is kept; its spans are built by the thread, so
-        nobody may change it any more. False: dropped. A trace that is not kept is no loss."""
-        if not record.keeps_trace:
-            return True
-        return self._put(record, 1 + len(record.stages) + len(record.attempts))
+    def observe(self, record: RequestRecord) -> None:
+        """Hand over a settled record, if its trace is kept. Its spans are built by the thread, so
+        nobody may change it any more."""
+        if record.keeps_trace:
+            self._put(record, _span_count(record))
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until all that is queued has been tried. False: the time was not enough."""

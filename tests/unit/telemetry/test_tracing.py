@@ -262,7 +262,7 @@ def test_records_and_spans_reach_the_sink() -> None:
     sink, counts = Sink(), Counts()
     out = export(sink, counts)
     record = records.fell_back()
-    assert out.emit_record(record)
+    out.observe(record)
     own = SpanData(
         name="queue", kind="internal", trace_id="1" * 32, span_id="2" * 16, start_ns=1, end_ns=2
     )
@@ -286,7 +286,7 @@ def test_only_kept_traces_are_exported(name: str) -> None:
     out = export(sink, counts)
     record = records.EXITS[name]()
     record.sampled = False
-    assert out.emit_record(record)
+    out.observe(record)
     out.close()
     assert bool(sink.spans) == (record.outcome in FAILURES)
     assert counts.dropped == {}
@@ -320,12 +320,12 @@ def test_a_full_queue_drops_and_counts_at_once() -> None:
     sink.gate.clear()
     out = export(sink, counts, max_queued=4)
     record = records.record(records.attempt())
-    out.emit_record(record)
+    out.observe(record)
     assert sink.entered.wait(5)  # one item is with the sink, the queue is empty
     begun = time.perf_counter()
-    results = [out.emit_record(record) for _ in range(10)]
+    for _ in range(10):
+        out.observe(record)
     assert time.perf_counter() - begun < 0.5
-    assert results == [True] * 4 + [False] * 6
     assert counts.dropped == {"queue_full": 6 * len(spans_of(record))}
     sink.gate.set()
     out.close()
@@ -336,7 +336,7 @@ def test_a_refusing_sink_is_counted() -> None:
     """Spans that the destination did not take are dropped, not kept for ever."""
     counts = Counts()
     out = export(Sink(accepts=False), counts)
-    out.emit_record(records.cut())
+    out.observe(records.cut())
     assert out.flush()
     out.close()
     assert counts.dropped == {"export_failed": len(spans_of(records.cut()))}
@@ -348,14 +348,14 @@ def test_close_is_bounded_and_counts_what_is_left() -> None:
     sink.gate.clear()
     out = export(sink, counts)
     record = records.refused()
-    out.emit_record(record)
+    out.observe(record)
     assert sink.entered.wait(5)
-    out.emit_record(record)
+    out.observe(record)
     begun = time.perf_counter()
     out.close(timeout_s=0.2)
     assert time.perf_counter() - begun < 2
     assert counts.dropped == {"shutdown": len(spans_of(record))}
-    assert not out.emit_record(record)
+    out.observe(record)
     out.close()
     assert counts.dropped == {"shutdown": 2 * len(spans_of(record))}
 
@@ -364,8 +364,8 @@ def test_a_bad_record_does_not_end_the_thread() -> None:
     """One record that cannot be told as spans is dropped, and the next one goes out."""
     sink, counts = Sink(), Counts()
     out = export(sink, counts)
-    out.emit_record(records.record(ended_ns=None))
-    out.emit_record(records.refused())
+    out.observe(records.record(ended_ns=None))
+    out.observe(records.refused())
     out.close()
     assert len(sink.spans) == len(spans_of(records.refused()))
     assert counts.dropped == {"export_failed": len(spans_of(records.record()))}
@@ -376,7 +376,7 @@ def test_flush_gives_up_in_time() -> None:
     sink = Sink()
     sink.gate.clear()
     out = export(sink, Counts())
-    out.emit_record(records.refused())
+    out.observe(records.refused())
     assert not out.flush(0.1)
     sink.gate.set()
     assert out.flush()
@@ -391,7 +391,7 @@ def test_emitting_costs_an_append() -> None:
     for _ in range(10):
         begun = time.thread_time()
         for _ in range(100):
-            out.emit_record(record)
+            out.observe(record)
         best_s = min(best_s, (time.thread_time() - begun) / 100)
     out.close()
     assert best_s < 50e-6
@@ -405,7 +405,7 @@ def test_without_a_collector_spans_are_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data" / "spans.jsonl"
     counts = Counts()
     out = export(FileSink(path), counts)
-    out.emit_record(records.record(records.attempt()))
+    out.observe(records.record(records.attempt()))
     out.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == counts.exported == 6
