@@ -21,7 +21,8 @@ def engine() -> dashboard.Dashboard:
 
 def _now(built: dashboard.Dashboard) -> dashboard.Dashboard:
     idle = rate(m.ENGINE_STEP_SECONDS, where={"phase": '="idle"'})
-    hit = ratio(rate(m.ENGINE_PREFIX_HITS), rate(m.ENGINE_PREFIX_QUERIES))
+    lost = rate(m.ENGINE_CHARGED_SECONDS, where={"phase": '=~"recompute|spec_rejected"'})
+    charged = rate(m.ENGINE_CHARGED_SECONDS)
     generated = rate(m.ENGINE_TOKENS, where={"phase": '="decode"'})
     return (
         built.with_row(dashboard.Row("Is it busy?"))
@@ -41,7 +42,7 @@ def _now(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 is_bad_from=0.95,
             )
         )
-        .with_panel(number("Prefix cache hits", m.ENGINE_PREFIX_HITS.help, hit))
+        .with_panel(number("Work lost", m.ENGINE_CHARGED_SECONDS.help, ratio(lost, charged)))
     )
 
 
@@ -69,6 +70,22 @@ def _work(built: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(lines("Batch size", m.ENGINE_BATCH_SIZE.help, *sizes))
         .with_panel(
             spread("Batch size, spread", m.ENGINE_BATCH_SIZE.help, buckets(m.ENGINE_BATCH_SIZE))
+        )
+        .with_panel(
+            lines(
+                "Charged time by phase",
+                m.ENGINE_CHARGED_SECONDS.help,
+                (rate(m.ENGINE_CHARGED_SECONDS, by=["phase"]), "{{phase}}"),
+                is_stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Requests by ending",
+                m.ENGINE_REQUESTS.help,
+                (rate(m.ENGINE_REQUESTS, by=["ending"]), "{{ending}}"),
+                is_stacked=True,
+            )
         )
     )
 

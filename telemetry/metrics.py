@@ -120,6 +120,10 @@ ENGINE_PHASE = Label(
     "phase", values=("prefill", "decode", "mixed", "load", "warmup", "idle")
 )  # of the step clock: their sum is the engine's wall time
 
+CHARGED_PHASE = Label(
+    "phase", values=("prefill", "decode", "sampling", "recompute", "spec_rejected")
+)
+
 # Refusals for cause and the caller's own hang-ups say nothing about the service.
 NOT_AGAINST_SLO = frozenset(
     {
@@ -355,9 +359,9 @@ CONSERVATION_RESIDUAL = _gauge(
     "meterline_conservation_residual",
     "count",
     "What is left over in each conservation law; anything but 0 is an accounting error. requests: "
-    "admitted - settled - swept - open; wal: records read - records shipped; rollup: events - "
-    "their rollups; gpu_time: step time - the parts charged, microseconds.",
-    Label("law", values=("requests", "wal", "rollup", "gpu_time")),
+    "admitted - settled - swept - open; wal: records appended - shipped - pending; rollup: events "
+    "and charges - their rollups.",
+    Label("law", values=("requests", "wal", "rollup")),
 )
 DIRTY_HOURS = _gauge(
     "meterline_dirty_hours",
@@ -379,7 +383,7 @@ UNAUTHENTICATED = _counter(
     "meterline_unauthenticated_requests_total",
     "requests",
     "Requests refused before anyone was identified.",
-    Label("reason", values=("missing", "malformed", "unknown", "expired", "revoked", "suspended")),
+    Label("reason", values=("missing", "ambiguous", "wrong", "expired", "revoked", "suspended")),
 )
 CONFIG_RELOADS = _counter(
     "meterline_config_reloads_total",
@@ -432,11 +436,23 @@ ENGINE_STEP_SECONDS = _counter(
     "mixed: a step with both prompt and generated tokens.",
     *(MODEL, ENGINE_PHASE),
 )
+ENGINE_CHARGED_SECONDS = _counter(
+    "meterline_engine_charged_seconds_total",
+    "seconds",
+    "Step time charged to requests; the phases add up to the time of all steps. recompute and "
+    "spec_rejected are work that no token of an answer came from.",
+    *(MODEL, CHARGED_PHASE),
+)
+ENGINE_REQUESTS = _counter(
+    "meterline_engine_requests_total",
+    "requests",
+    "Requests that the engine is done with, by how they ended.",
+    *(MODEL, Label("ending", values=("done", "failed", "cancelled"))),
+)
 ENGINE_TOKENS = _counter(
     "meterline_engine_tokens_total",
     "tokens",
-    "Tokens computed: prefill is prompt tokens (those found in the prefix cache are not in it), "
-    "decode is generated ones.",
+    "Tokens computed: prefill is prompt tokens, decode is generated ones.",
     *(MODEL, Label("phase", values=("prefill", "decode"))),
 )
 ENGINE_BATCH_SIZE = _histogram(
@@ -457,19 +473,7 @@ ENGINE_WAITING_TOKENS = _gauge(
 ENGINE_KV_USAGE = _gauge(
     "meterline_engine_kv_cache_usage_ratio",
     "ratio",
-    "KV blocks in use of all, 0 to 1; blocks kept only for reuse are free.",
-    MODEL,
-)
-ENGINE_PREFIX_QUERIES = _counter(
-    "meterline_engine_prefix_cache_queries_tokens_total",
-    "tokens",
-    "Prompt tokens looked up in the prefix cache.",
-    MODEL,
-)
-ENGINE_PREFIX_HITS = _counter(
-    "meterline_engine_prefix_cache_hits_tokens_total",
-    "tokens",
-    "Prompt tokens found in the prefix cache, hence not computed.",
+    "KV blocks that sequences hold, of all, 0 to 1.",
     MODEL,
 )
 ENGINE_PREEMPTIONS = _counter(
@@ -478,16 +482,10 @@ ENGINE_PREEMPTIONS = _counter(
     "Sequences that lost their KV blocks to others and were computed again.",
     MODEL,
 )
-ENGINE_INFO = _info(
-    "meterline_engine_info",
-    "Always 1; what the engine runs, and on what.",
-    *("model", "version", "device", "dtype"),
-)
-
 ENGINE: tuple[Metric, ...] = (
-    *(ENGINE_STEP_SECONDS, ENGINE_TOKENS, ENGINE_BATCH_SIZE, ENGINE_RUNNING, ENGINE_WAITING),
-    *(ENGINE_WAITING_TOKENS, ENGINE_KV_USAGE, ENGINE_PREFIX_QUERIES, ENGINE_PREFIX_HITS),
-    *(ENGINE_PREEMPTIONS, SPANS_EXPORTED, SPANS_DROPPED, ENGINE_INFO),
+    *(ENGINE_STEP_SECONDS, ENGINE_CHARGED_SECONDS, ENGINE_TOKENS, ENGINE_REQUESTS),
+    *(ENGINE_BATCH_SIZE, ENGINE_RUNNING, ENGINE_WAITING, ENGINE_WAITING_TOKENS),
+    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS),
 )
 
 REGISTRY: Mapping[str, Metric] = {metric.name: metric for metric in (*GATEWAY, *ENGINE)}
@@ -582,30 +580,30 @@ def is_unpriced(attempt: Attempt) -> bool:
     return attempt.usage is not None and attempt.usage.total_tokens > 0
 
 
+# Meter names as priced lines carry them.
 _COMPONENTS: Mapping[str, str] = {
-    "in_uncached_text": "input",
-    "in_cached_read": "cached",
-    "in_cache_write_5m": "cache_write",
-    "in_cache_write_1h": "cache_write",
-    "in_audio": "media",
-    "in_image": "media",
-    "in_video": "media",
-    "in_document": "media",
-    "out_text": "output",
-    "out_reasoning": "reasoning",
-    "out_audio": "media",
-    "out_image": "media",
-    "gpu_prefill": "gpu_prefill",
-    "gpu_decode": "gpu_decode",
-    "gpu_sampling": "gpu_decode",
-    "gpu_recompute": "waste",
-    "gpu_spec_rejected": "waste",
+    "Input Tokens": "input",
+    "Cache Read Input Tokens": "cached",
+    "Cache Write Input Tokens": "cache_write",
+    "Cache Write 1h Input Tokens": "cache_write",
+    "Audio Input Tokens": "media",
+    "Image Input Tokens": "media",
+    "Video Input Tokens": "media",
+    "Document Input Tokens": "media",
+    "Output Tokens": "output",
+    "Reasoning Output Tokens": "reasoning",
+    "Audio Output Tokens": "media",
+    "Image Output Tokens": "media",
+    "GPU Prefill": "gpu_prefill",
+    "GPU Decode": "gpu_decode",
+    "GPU Sampling": "gpu_decode",
+    "GPU Recompute": "waste",
+    "GPU Rejected Speculation": "waste",
 }
 
 
 def component(meter: str) -> str:
-    """The cost component that a priced line belongs to. Meters are token buckets, or `gpu_` and
-    a phase of the device's time."""
+    """The cost component that a priced line belongs to."""
     return _COMPONENTS.get(meter, OTHER)
 
 

@@ -10,7 +10,7 @@ a child request gets our `traceparent` alone, never the caller's `tracestate` or
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +25,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from telemetry import genai
+from telemetry import genai, trace_context
+from telemetry.ids import new_span_id
 from telemetry.money import EXACT, plain
 from telemetry.record import FAILURES, Attempt, Outcome, RequestRecord, Stage
 from telemetry.redaction import mask
@@ -76,6 +77,40 @@ def spans_of(record: RequestRecord) -> list[SpanData]:
     children += [_attempt_span(record, attempt, ended_ns) for attempt in record.attempts]
     children.sort(key=lambda span: span.start_ns)
     return [_root_span(record, ended_ns), *children]
+
+
+class Phase(Protocol):
+    """A finished phase of work that was done under a caller's span."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def end_ns(self) -> int: ...
+    @property
+    def attributes(self) -> Mapping[str, str | int | float | bool]: ...
+
+
+def child_spans(traceparent: str | None, phases: Iterable[Phase]) -> list[SpanData]:
+    """The phases as spans under the incoming `traceparent`. None without a caller, or if the
+    caller's trace is not sampled: alone they would tell nothing."""
+    caller = trace_context.read(traceparent, sample_root=False)
+    if caller.parent_span_id is None or not caller.sampled:
+        return []
+    return [
+        SpanData(
+            name=phase.name,
+            kind="internal",
+            trace_id=caller.trace_id,
+            span_id=new_span_id(),
+            parent_span_id=caller.parent_span_id,
+            start_ns=phase.start_ns,
+            end_ns=phase.end_ns,
+            attributes=dict(phase.attributes),
+        )
+        for phase in phases
+    ]
 
 
 def error_type(outcome: Outcome | None, status: int | None) -> str | None:
@@ -328,7 +363,7 @@ class FileSink:
 class SpanExport:
     """A bounded queue and the thread that empties it.
 
-    `emit` and `emit_record` cost an append and never wait; they may be called from any thread.
+    `emit` and `observe` cost an append and never wait; they may be called from any thread.
     Items are requests, so the queue is bounded by them; what does not fit is dropped and
     counted. `close` gives the thread `timeout_s` to finish and then drops what is left."""
 
@@ -369,12 +404,11 @@ class SpanExport:
         """Hand over finished spans. False: dropped."""
         return self._put(spans, len(spans)) if spans else True
 
-    def emit_record(self, record: RequestRecord) -> bool:
-        """Hand over a settled record whose trace is kept; its spans are built by the thread, so
-        nobody may change it any more. False: dropped. A trace that is not kept is no loss."""
-        if not record.keeps_trace:
-            return True
-        return self._put(record, 1 + len(record.stages) + len(record.attempts))
+    def observe(self, record: RequestRecord) -> None:
+        """Hand over a settled record, if its trace is kept. Its spans are built by the thread, so
+        nobody may change it any more."""
+        if record.keeps_trace:
+            self._put(record, _span_count(record))
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until all that is queued has been tried. False: the time was not enough."""

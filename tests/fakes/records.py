@@ -79,10 +79,10 @@ def attempt(
         charges=()
         if usage is None
         else (
-            charge("in_uncached_text", usage.in_uncached_text, "2.5"),
-            charge("in_cached_read", usage.in_cached_read, "1.25"),
-            charge("out_text", usage.out_text, "10"),
-            charge("out_reasoning", usage.out_reasoning, "10"),
+            charge("Input Tokens", usage.in_uncached_text, "2.5"),
+            charge("Cache Read Input Tokens", usage.in_cached_read, "1.25"),
+            charge("Output Tokens", usage.out_text, "10"),
+            charge("Reasoning Output Tokens", usage.out_reasoning, "10"),
         ),
     )
     for name, value in more.items():

@@ -82,7 +82,7 @@ async def test_one_tree_with_the_engines_spans_under_the_attempt(receiver: Recei
         export(receiver.endpoint, "meterline"),
         export(receiver.endpoint, "meterline-engine"),
     )
-    gateway.emit_record(record)
+    gateway.observe(record)
     steps = [
         ("queue", 10, 12),
         ("prefill", 12, 104),
@@ -123,8 +123,8 @@ async def test_one_tree_with_the_engines_spans_under_the_attempt(receiver: Recei
 async def test_times_kinds_and_attributes_survive_the_wire(receiver: Receiver) -> None:
     """Back-dated nanoseconds, span kinds, arrays, events and the error status arrive as given."""
     out = export(receiver.endpoint, "meterline")
-    out.emit_record(records.failed_upstream())
-    out.emit_record(records.record(records.attempt()))
+    out.observe(records.failed_upstream())
+    out.observe(records.record(records.attempt()))
     spans = await receiver.until(len(spans_of(records.failed_upstream())) + 6)
     out.close()
     roots = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
@@ -148,7 +148,7 @@ async def test_every_exit_arrives_as_one_tree(receiver: Receiver, name: str) -> 
     """Whatever way a request took out, the receiver holds one finished tree of it."""
     record = records.EXITS[name]()
     out = export(receiver.endpoint, "meterline")
-    out.emit_record(record)
+    out.observe(record)
     spans = await receiver.until(len(spans_of(record)))
     out.close()
     ids = {span.span_id for span in spans}
@@ -162,7 +162,7 @@ async def test_a_planted_key_does_not_reach_the_collector(receiver: Receiver) ->
     """A key that a client or a backend wrote where it does not belong is masked on the way."""
     tried = records.attempt(error_code=CANARY, answered_model=CANARY, provider_request_id=CANARY)
     out = export(receiver.endpoint, "meterline")
-    out.emit_record(records.record(tried, asked_model=CANARY, client_request_id=CANARY))
+    out.observe(records.record(tried, asked_model=CANARY, client_request_id=CANARY))
     spans = await receiver.until(6)
     out.close()
     assert len(spans) == 6
@@ -178,7 +178,7 @@ def test_without_a_receiver_nothing_waits_and_losses_are_counted(
     record = records.record(records.attempt())
     begun = time.perf_counter()
     for _ in range(200):
-        out.emit_record(record)
+        out.observe(record)
     assert time.perf_counter() - begun < 1
     begun = time.perf_counter()
     out.close(timeout_s=2)
@@ -193,7 +193,7 @@ async def test_an_export_recovers_when_the_receiver_comes(receiver: Receiver) ->
     dropped: dict[str, int] = {}
     port = services.free_port()
     out = export(f"http://127.0.0.1:{port}", "meterline", dropped)
-    out.emit_record(records.refused())
+    out.observe(records.refused())
     assert await asyncio.to_thread(out.flush, 10)
     settings = OtelTapHttpProtobufReceiverSettings(http_port=port, listen_on_all_interfaces=False)
     async with OtelTapHttpProtobufReceiver(settings) as tap:
@@ -201,7 +201,7 @@ async def test_an_export_recovers_when_the_receiver_comes(receiver: Receiver) ->
             tap.await_trace(lambda span: span.name == "settle", timeout=10)
         )
         await asyncio.sleep(0)
-        out.emit_record(records.record(records.attempt()))
+        out.observe(records.record(records.attempt()))
         assert (await arrived).name == "settle"
     out.close()
     assert dropped == {"export_failed": len(spans_of(records.refused()))}

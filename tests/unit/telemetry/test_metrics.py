@@ -7,12 +7,13 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from telemetry import metrics as m
-from telemetry.record import FAILURES, Outcome, RequestRecord
+from telemetry.record import FAILURES, DeviceTime, Outcome, RequestRecord
 from telemetry.usage import BUCKETS, Usage, UsageQuality
 from tests.fakes import records
 
@@ -87,13 +88,29 @@ def test_closed_lists_cover_the_vocabulary() -> None:
     """The labels made from enums have every value of them."""
     assert set(m.OUTCOME.values) == {outcome.value for outcome in Outcome}
     assert m.TOKEN_TYPE.values == BUCKETS
-    assert all(m.component(bucket) in m.COMPONENT.values for bucket in BUCKETS)
-    assert m.OTHER not in {m.component(bucket) for bucket in BUCKETS}
+    assert m.CHARGED_PHASE.values == tuple(field.name for field in structs.fields(DeviceTime))
 
 
 def test_an_unknown_meter_is_other() -> None:
     """A meter that nobody declared costs what it costs, under `other`."""
-    assert m.component("Input Tokens") == "other"
+    assert m.component("Requests") == "other"
+
+
+@pytest.mark.parametrize(
+    ("meter", "expected"),
+    [
+        ("Input Tokens", "input"),
+        ("Cache Read Input Tokens", "cached"),
+        ("Cache Write 1h Input Tokens", "cache_write"),
+        ("Reasoning Output Tokens", "reasoning"),
+        ("GPU Sampling", "gpu_decode"),
+        ("GPU Recompute", "waste"),
+    ],
+)
+def test_meters_belong_to_components(meter: str, expected: str) -> None:
+    """A priced line is counted under the component that its meter names."""
+    assert m.component(meter) == expected
+    assert expected in m.COMPONENT.values
 
 
 def test_instruments_are_made_as_declared() -> None:
@@ -281,8 +298,8 @@ def test_unpriced_usage_is_counted_and_costs_nothing(metrics: m.Metrics) -> None
     """One line without a price: the attempt is unpriced, and the rest still counts."""
     tried = records.attempt()
     tried.charges = (
-        records.charge("in_uncached_text", 90, "2"),
-        records.charge("out_text", 26, None),
+        records.charge("Input Tokens", 90, "2"),
+        records.charge("Output Tokens", 26, None),
     )
     metrics.observe(records.record(tried))
     found = samples(metrics)

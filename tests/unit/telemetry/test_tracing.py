@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from telemetry import genai
+from telemetry import genai, trace_context
 from telemetry.record import FAILURES, Outcome, RequestRecord
-from telemetry.tracing import FileSink, SpanData, SpanExport, error_type, spans_of
+from telemetry.tracing import FileSink, SpanData, SpanExport, child_spans, error_type, spans_of
 from tests.fakes import records
 
 ATTEMPT = "chat gpt-4o"
@@ -128,7 +128,7 @@ def test_whole_completions_are_named_as_the_convention_wants() -> None:
 
 def test_unpriced_has_no_amount() -> None:
     """An unknown price is said, and is never a number."""
-    tried = records.attempt(charges=(records.charge("out_text", 26, None),))
+    tried = records.attempt(charges=(records.charge("Output Tokens", 26, None),))
     told = tree(records.record(tried))[1][ATTEMPT].attributes
     assert told[genai.COST_UNPRICED] is True
     assert genai.COST_AMOUNT not in told
@@ -182,6 +182,24 @@ def test_names_equal_the_conventions_where_they_are_published() -> None:
         *(genai.RESPONSE_FINISH_REASONS, genai.USAGE_INPUT_TOKENS, genai.USAGE_OUTPUT_TOKENS),
     ):
         assert name in published
+
+
+def test_phases_hang_under_the_incoming_span() -> None:
+    """Another process's phases are children of the span in its traceparent."""
+    record = records.record(records.attempt())
+    caller = record.attempts[0].span_id
+    (stage, *_) = spans_of(record)[1:]
+    header = trace_context.write(record.trace_id, caller, sampled=True)
+    (span,) = child_spans(header, [stage])
+    assert (span.trace_id, span.parent_span_id) == (record.trace_id, caller)
+    assert (span.name, span.start_ns, span.end_ns) == (stage.name, stage.start_ns, stage.end_ns)
+    assert span.span_id not in (caller, stage.span_id)
+
+
+@pytest.mark.parametrize("header", [None, "nonsense", f"00-{'a' * 32}-{'b' * 16}-00"])
+def test_phases_without_a_sampled_caller_are_no_spans(header: str | None) -> None:
+    """The caller's sampled flag is respected; nothing is exported without a trace."""
+    assert child_spans(header, spans_of(records.refused())) == []
 
 
 # --- the export ---
@@ -244,7 +262,7 @@ def test_records_and_spans_reach_the_sink() -> None:
     sink, counts = Sink(), Counts()
     out = export(sink, counts)
     record = records.fell_back()
-    assert out.emit_record(record)
+    out.observe(record)
     own = SpanData(
         name="queue", kind="internal", trace_id="1" * 32, span_id="2" * 16, start_ns=1, end_ns=2
     )
@@ -268,7 +286,7 @@ def test_only_kept_traces_are_exported(name: str) -> None:
     out = export(sink, counts)
     record = records.EXITS[name]()
     record.sampled = False
-    assert out.emit_record(record)
+    out.observe(record)
     out.close()
     assert bool(sink.spans) == (record.outcome in FAILURES)
     assert counts.dropped == {}
@@ -302,12 +320,12 @@ def test_a_full_queue_drops_and_counts_at_once() -> None:
     sink.gate.clear()
     out = export(sink, counts, max_queued=4)
     record = records.record(records.attempt())
-    out.emit_record(record)
+    out.observe(record)
     assert sink.entered.wait(5)  # one item is with the sink, the queue is empty
     begun = time.perf_counter()
-    results = [out.emit_record(record) for _ in range(10)]
+    for _ in range(10):
+        out.observe(record)
     assert time.perf_counter() - begun < 0.5
-    assert results == [True] * 4 + [False] * 6
     assert counts.dropped == {"queue_full": 6 * len(spans_of(record))}
     sink.gate.set()
     out.close()
@@ -318,7 +336,7 @@ def test_a_refusing_sink_is_counted() -> None:
     """Spans that the destination did not take are dropped, not kept for ever."""
     counts = Counts()
     out = export(Sink(accepts=False), counts)
-    out.emit_record(records.cut())
+    out.observe(records.cut())
     assert out.flush()
     out.close()
     assert counts.dropped == {"export_failed": len(spans_of(records.cut()))}
@@ -330,14 +348,14 @@ def test_close_is_bounded_and_counts_what_is_left() -> None:
     sink.gate.clear()
     out = export(sink, counts)
     record = records.refused()
-    out.emit_record(record)
+    out.observe(record)
     assert sink.entered.wait(5)
-    out.emit_record(record)
+    out.observe(record)
     begun = time.perf_counter()
     out.close(timeout_s=0.2)
     assert time.perf_counter() - begun < 2
     assert counts.dropped == {"shutdown": len(spans_of(record))}
-    assert not out.emit_record(record)
+    out.observe(record)
     out.close()
     assert counts.dropped == {"shutdown": 2 * len(spans_of(record))}
 
@@ -346,8 +364,8 @@ def test_a_bad_record_does_not_end_the_thread() -> None:
     """One record that cannot be told as spans is dropped, and the next one goes out."""
     sink, counts = Sink(), Counts()
     out = export(sink, counts)
-    out.emit_record(records.record(ended_ns=None))
-    out.emit_record(records.refused())
+    out.observe(records.record(ended_ns=None))
+    out.observe(records.refused())
     out.close()
     assert len(sink.spans) == len(spans_of(records.refused()))
     assert counts.dropped == {"export_failed": len(spans_of(records.record()))}
@@ -358,7 +376,7 @@ def test_flush_gives_up_in_time() -> None:
     sink = Sink()
     sink.gate.clear()
     out = export(sink, Counts())
-    out.emit_record(records.refused())
+    out.observe(records.refused())
     assert not out.flush(0.1)
     sink.gate.set()
     assert out.flush()
@@ -373,7 +391,7 @@ def test_emitting_costs_an_append() -> None:
     for _ in range(10):
         begun = time.thread_time()
         for _ in range(100):
-            out.emit_record(record)
+            out.observe(record)
         best_s = min(best_s, (time.thread_time() - begun) / 100)
     out.close()
     assert best_s < 50e-6
@@ -387,7 +405,7 @@ def test_without_a_collector_spans_are_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data" / "spans.jsonl"
     counts = Counts()
     out = export(FileSink(path), counts)
-    out.emit_record(records.record(records.attempt()))
+    out.observe(records.record(records.attempt()))
     out.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == counts.exported == 6
