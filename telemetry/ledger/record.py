@@ -111,7 +111,9 @@ class Ledger:
         return len(late)
 
     def close(self) -> None:
-        """Unmap the progress slots. What is still open stays in them, for the sweeper."""
+        """Close the log and unmap the progress slots. What is still open, or could not be written,
+        stays in them: the sweeper of the next process settles it."""
+        self.wal.close()
         self._slots.close(keep=bool(self._open) or self.wal.waiting > 0)
 
     def claim_slot(self, request_id: RequestId) -> Slot:

@@ -96,6 +96,11 @@ class Shipper:
     def position(self) -> Position:
         return START if self._cursor is None else self._cursor.position
 
+    @property
+    def records_ever(self) -> int | None:
+        """Records of this node in the database, over all restarts; None before the first look."""
+        return None if self._cursor is None else self._cursor.counts["records"]
+
     async def ship_all(self) -> int:
         """Ship until the database has everything that is durable now. Returns records shipped;
         raises what the database raises, with every complete batch kept."""

@@ -261,7 +261,9 @@ class WriteAheadLog:
         self._sync_once()
 
     def close(self) -> None:
-        """Write what waits, make all durable, leave the folder to the next owner."""
+        """Write what waits, make all durable, leave the folder to the next owner. Idempotent."""
+        if self._lock_fd < 0:
+            return
         self._stopping = True
         self._work.set()
         self._thread.join()
@@ -280,6 +282,7 @@ class WriteAheadLog:
         for path in self.folder.glob("spare-*"):
             path.unlink(missing_ok=True)
         os.close(self._lock_fd)
+        self._lock_fd = -1
 
     # -- reading ---------------------------------------------------------------------------------
 

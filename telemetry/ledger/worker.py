@@ -6,7 +6,6 @@ any of this: while the database is away the logs grow, and the work goes on when
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from telemetry.clock import Clock
-from telemetry.ledger.errors import LedgerError, WalLocked
+from telemetry.ledger.errors import LedgerError, WalLocked, WalUnavailable, WalUnreadable
 from telemetry.ledger.leader import leadership
 from telemetry.ledger.record import Ledger, Rate
 from telemetry.ledger.rollups import roll_up_dirty
@@ -74,6 +73,17 @@ class LedgerWorker:
             return 0.0
         return max(0, self._clock.now_ns() - self.shipper.caught_up_ns) / 1e9
 
+    def residuals(self) -> dict[str, int]:
+        """What must be 0 at any instant, for the conservation gauges: `requests` is opened minus
+        settled minus in flight; `wal` is appended minus shipped, known when nothing is pending."""
+        wal, ledger = self._ledger.wal, self._ledger
+        shipped = self.shipper.records_ever
+        caught_up = shipped is not None and self.shipper.position >= wal.committed
+        return {
+            "requests": ledger.opened - ledger.settled - ledger.in_flight,
+            "wal": wal.appended - shipped if caught_up and shipped is not None else 0,
+        }
+
     async def run(self) -> None:
         """Work until cancelled. Failures are logged at most every 30 s and retried with growing
         pauses, so that an outage costs neither the log nor the processor."""
@@ -86,7 +96,8 @@ class LedgerWorker:
         """Own log into the database; then settle what earlier lives of this node left open, and
         what this life forgot to close."""
         async with self._pass:
-            await self.shipper.ship_all()
+            if await self.shipper.ship_all():
+                self.is_database_reachable = True
             if not self._dead_swept:
                 while await self.sweeper.sweep_dead(self._ledger.wal):
                     await asyncio.to_thread(self._ledger.wal.sync)
@@ -102,6 +113,7 @@ class LedgerWorker:
             if not leads:
                 return
             self.hours_rolled += await roll_up_dirty(self._engine)
+            self.is_database_reachable = True
             async with self._pass:
                 await self.shipper.ship_all()
                 await self.sweeper.sweep_overdue(
@@ -132,7 +144,6 @@ class LedgerWorker:
             try:
                 await work()
                 pause_s = interval_s
-                self.is_database_reachable = True
             except Exception as error:  # noqa: BLE001  # a background loop: logged, counted, retried
                 self.failures += 1
                 if isinstance(error, SQLAlchemyError | OSError):
@@ -152,8 +163,12 @@ async def adopt_leftovers(engine: AsyncEngine, wal_dir: Path, *, rate: Rate, clo
     something. Folders in use are their owner's business."""
     count = 0
     for folder in folders(wal_dir):
-        with contextlib.suppress(WalLocked):
+        try:
             count += await _adopt(engine, folder, rate=rate, clock=clock)
+        except WalLocked:
+            continue
+        except (WalUnreadable, WalUnavailable) as error:  # its trouble is not the others'
+            log.error("a leftover log cannot be adopted", extra={"reason": str(error)})
     return count
 
 

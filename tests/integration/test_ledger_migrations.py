@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, MetaData, inspect
+from sqlalchemy import Connection, inspect
 
 import migrations
 from telemetry.database import open_engine
@@ -37,7 +37,6 @@ def versions(tmp_path: Path) -> list[Path]:
 
 
 def _differences(connection: Connection) -> list[object]:
-    metadata: list[MetaData] = [LedgerBase.metadata]
     names = set(LedgerBase.metadata.tables)
     context = MigrationContext.configure(
         connection,
@@ -46,7 +45,7 @@ def _differences(connection: Connection) -> list[object]:
             "include_name": lambda name, kind, _: kind != "table" or name in names,
         },
     )
-    return list(compare_metadata(context, metadata))
+    return list(compare_metadata(context, LedgerBase.metadata))
 
 
 async def test_migrations_and_metadata_agree(database_url: str, versions: list[Path]) -> None:

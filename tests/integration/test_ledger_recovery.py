@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
-from telemetry.ledger import Ledger, entries
+from telemetry.ledger import Ledger, entries, frames
 from telemetry.ledger.leader import leadership
 from telemetry.ledger.reconcile import reconcile
 from telemetry.ledger.rollups import ROLLUPS
@@ -27,6 +27,7 @@ from telemetry.record import Outcome
 from telemetry.tables import LedgerBase
 from tests.fakes.clock import FakeClock
 from tests.fakes.ledger import admit, cost, open_log, rate, refuse, serve
+from tests.services import free_port
 
 CLOCK = SystemClock()
 
@@ -239,14 +240,60 @@ async def test_the_worker_ships_by_itself_and_survives_an_outage(
     async with engine.begin() as db:
         await db.execute(text("ALTER TABLE away RENAME TO spool_cursor"))
     await until(2)
-    assert worker.is_database_reachable
-    assert worker.lag_s == 0
+    while not worker.is_database_reachable or worker.lag_s:
+        await asyncio.sleep(0.02)
+    assert worker.residuals() == {"requests": 0, "wal": 0}
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     shipping = [r for r in caplog.records if getattr(r, "work", "") == "ship"]
     assert len(shipping) == 1
     wal.close()
+
+
+async def test_serving_goes_on_without_a_database(tmp_path: Path, database_url: str) -> None:
+    """Requests are admitted and settled while nothing can be shipped; a later life ships them."""
+    nowhere = open_engine(f"postgresql://nobody@127.0.0.1:{free_port()}/none")
+    wal = open_log(tmp_path, CLOCK)
+    ledger = Ledger(wal=wal, rate=rate, clock=CLOCK)
+    worker = LedgerWorker(nowhere, ledger=ledger, rate=rate, clock=CLOCK)
+    task = asyncio.create_task(worker.run())
+    while worker.failures < 3:
+        serve(ledger)
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not worker.is_database_reachable
+    assert wal.pending_bytes() > 0
+    ledger.close()
+    await nowhere.dispose()
+    engine = open_engine(database_url)
+    async with engine.begin() as db:
+        await db.run_sync(LedgerBase.metadata.create_all)
+    await catch_up(engine, tmp_path, rate=rate, clock=CLOCK)
+    laws = await reconcile(engine, tmp_path, clock=CLOCK)
+    assert [law.line for law in laws if not law.holds] == []
+    async with engine.connect() as db:
+        assert len((await db.execute(select(REQUESTS))).all()) == ledger.settled
+    await engine.dispose()
+
+
+async def test_a_leftover_log_of_a_newer_version_stops_no_other(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    """What cannot be read is logged and left; the folders behind it are shipped."""
+    for name in ("a", "b"):
+        wal = open_log(tmp_path, CLOCK, name)
+        ledger = Ledger(wal=wal, rate=rate, clock=CLOCK)
+        serve(ledger)
+        ledger.close()
+    (segment,) = (tmp_path / "a").glob("*.wal")
+    header = frames.encode(
+        frames.Kind.SEGMENT, entries.pack(entries.SegmentHeader(99, "n", 1, 0, 0))
+    )
+    segment.write_bytes(header)
+    assert await adopt_leftovers(engine, tmp_path, rate=rate, clock=CLOCK) == 1
 
 
 async def test_one_leader_at_a_time(engine: AsyncEngine, tmp_path: Path) -> None:
