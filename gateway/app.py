@@ -156,7 +156,7 @@ async def _build(
     await prices.publish(config)
 
     wal = _open_wal(config, clock)
-    stack.callback(wal.close)
+    stack.callback(wal.close)  # also closed by the ledger; twice is once
     metrics = Metrics(
         CollectorRegistry(), max_models=config.telemetry.max_model_labels, node=wal.node
     )
@@ -167,7 +167,7 @@ async def _build(
         wal=wal,
         rate=prices.rate,
         clock=clock,
-        observers=(metrics.observe, spans.emit_record, logs.log_request),
+        observers=(metrics.observe, spans.observe, logs.log_request),
     )
     stack.callback(ledger.close)
     worker = LedgerWorker(engine, ledger=ledger, rate=prices.rate, clock=clock)
@@ -338,11 +338,10 @@ def _watch(
         metric.WAL_OLDEST_PENDING, lambda: time.time() - worker.lag_s, node=node
     )
     metrics.watch(metric.ROLLUP_LAG, lambda: worker.lag_s)
-    metrics.watch(
-        metric.CONSERVATION_RESIDUAL,
-        lambda: ledger.opened - ledger.settled - ledger.in_flight,
-        law="requests",
-    )
+    for law in ("requests", "wal"):
+        metrics.watch(
+            metric.CONSERVATION_RESIDUAL, functools.partial(_residual, worker, law), law=law
+        )
     metrics.watch(metric.OBSERVER_ERRORS, lambda: ledger.observer_errors, kind="metrics")
     metrics.watch(metric.CONFIG_RELOADS, lambda: runtimes.reloads, result="applied")
     metrics.watch(metric.CONFIG_RELOADS, lambda: runtimes.reload_failures, result="rejected")
@@ -358,6 +357,10 @@ def _watch(
         for target in route.targets
         if (upstream := gateway.runtimes.current.upstreams.get(target.backend))
     )
+
+
+def _residual(worker: LedgerWorker, law: str) -> float:
+    return worker.residuals()[law]
 
 
 @contextlib.asynccontextmanager
