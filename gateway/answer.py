@@ -54,10 +54,13 @@ class Answer:
     def upstream_ms(self) -> float:
         """Milliseconds spent waiting for backends so far, failed attempts included."""
         now_ns = self.record.now_ns()
-        return sum(
-            (attempt.first_token_ns or attempt.ended_ns or now_ns) - attempt.started_ns
-            for attempt in self.record.data.attempts
-        ) / 1e6
+        return (
+            sum(
+                (attempt.first_token_ns or attempt.ended_ns or now_ns) - attempt.started_ns
+                for attempt in self.record.data.attempts
+            )
+            / 1e6
+        )
 
     async def __aenter__(self) -> Self:
         return self

@@ -68,6 +68,7 @@ def _cut(normalise):
         if n is None:
             raise ValueError("no usage")
         return n.usage, n.quality
+
     return cut
 
 
@@ -126,9 +127,7 @@ async def open_service(
     """Open all parts in order, close them in reverse. Raises StartupError."""
     async with contextlib.AsyncExitStack() as stack:
         with _as_startup_errors():
-            service = await _build(
-                config, environment, config_path, clock or SystemClock(), stack
-            )
+            service = await _build(config, environment, config_path, clock or SystemClock(), stack)
         yield service
 
 
@@ -196,9 +195,7 @@ async def _build(
         watcher = ConfigWatcher(config_path, runtimes, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
-    gateway = Gateway(
-        runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock)
-    )
+    gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock))
     _watch(metrics, gateway, worker, runtimes)
     app = create_app(
         gateway=gateway,
@@ -334,9 +331,7 @@ def _watch(
     metrics.watch(metric.WAL_APPENDED, lambda: wal.appended, node=node)
     metrics.watch(metric.WAL_SHIPPED, lambda: worker.shipper.shipped, node=node)
     metrics.watch(metric.WAL_PENDING_BYTES, wal.pending_bytes, node=node)
-    metrics.watch(
-        metric.WAL_OLDEST_PENDING, lambda: time.time() - worker.lag_s, node=node
-    )
+    metrics.watch(metric.WAL_OLDEST_PENDING, lambda: time.time() - worker.lag_s, node=node)
     metrics.watch(metric.ROLLUP_LAG, lambda: worker.lag_s)
     for law in ("requests", "wal"):
         metrics.watch(

@@ -29,8 +29,6 @@ _ERRORS = {
 }
 
 
-
-
 def add_completions(document: OpenAPI) -> None:
     """Add `/v1/chat/completions` and `/v1/completions` to the generated document."""
     bodies: tuple[type, ...] = (ChatBody, CompletionBody, ErrorBody)

@@ -128,7 +128,7 @@ async def _greet(service: Service, config: Config, listener: socket.socket) -> N
     else:
         lines.append("  API key     another one: meterline key create default")
     bearer = key.reveal() if key is not None else "$METERLINE_API_KEY"
-    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"What is the capital of France?"}}]}}'
+    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"What is the capital of France?"}}],"temperature":0}}'
     lines.append(
         f"  try it      curl {base}/chat/completions"
         f' -H "Authorization: Bearer {bearer}" -H "Content-Type: application/json"'
