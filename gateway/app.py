@@ -39,8 +39,8 @@ from gateway.config import Config, ConfigInvalid, resolve
 from gateway.errors import GatewayError
 from gateway.keys import KeyRing, PepperInvalid, Secret
 from gateway.pipeline import Gateway
-from gateway.refusals import Refusals
 from gateway.readiness import Readiness
+from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.tenants import Tenants
 from telemetry import books, logs, usage
@@ -159,7 +159,7 @@ async def _build(
     metrics = Metrics(
         CollectorRegistry(), max_models=config.telemetry.max_model_labels, node=wal.node
     )
-    wal.on_fsync = metrics.child(metric.WAL_FSYNC, node=wal.node).observe
+    wal.on_fsync = lambda seconds: metrics.measure(metric.WAL_FSYNC, seconds, node=wal.node)
     spans = _open_spans(config, data, metrics)
     stack.callback(spans.close)
     ledger = Ledger(

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the scripts on the connection that `migrations.upgrade_engine` passes in."""
+"""Alembic's entry: runs the scripts on the connection that `upgrade_engine` passes in."""
 
 from alembic import context
 

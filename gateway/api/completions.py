@@ -63,8 +63,7 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
     gateway: Gateway = scope["litestar_app"].state.gateway
     request_id = new_request_id()
     if scope.get("method") != "POST":
-        error = MethodNotAllowed("Use POST.")
-        await problems.send_problem(send, error, request_id, close=False)
+        await problems.send_problem(send, MethodNotAllowed("Use POST."), request_id, close=False)
         return
     sending = _Sending(send)
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
@@ -84,19 +83,20 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
             close = isinstance(call.fault, BodyTooLarge)
             await problems.send_problem(send, error, request_id, close=close)
     except asyncio.CancelledError:
-        error = Draining("The gateway is shutting down. Retry the request.")
-        if sending.started:
-            await _end_in_band(sending, error)
-        else:
-            await problems.send_problem(send, error, request_id, close=True)
+        shutdown = Draining("The gateway is shutting down. Retry the request.")
+        await _tell(sending, shutdown, request_id)
         raise
     except Exception:
         log.exception("request_failed", extra={"request_id": request_id})
-        error = Internal("An error on our side. Retry, and quote the x-request-id if it stays.")
-        if sending.started:
-            await _end_in_band(sending, error)
-        else:
-            await problems.send_problem(send, error, request_id, close=True)
+        await _tell(sending, Internal(problems.OUR_SIDE), request_id)
+
+
+async def _tell(sending: "_Sending", error: GatewayError, request_id: str) -> None:
+    """The error, in the form that is still possible: a status before the head, an event after."""
+    if sending.started:
+        await _end_in_band(sending, error)
+    else:
+        await problems.send_problem(sending.send, error, request_id, close=True)
 
 
 class _Sending:

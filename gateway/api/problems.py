@@ -25,6 +25,8 @@ from telemetry.ids import new_request_id
 
 log = logging.getLogger(__name__)
 
+OUR_SIDE = "An error on our side. Retry, and quote the x-request-id if it stays."
+
 # On every answer, errors and streams too (WIRE.md 2).
 COMMON_HEADERS = (
     (b"cache-control", b"private, no-store"),
@@ -104,8 +106,8 @@ def handle(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
     elif isinstance(error, HTTPException) and error.status_code < 500:
         problem = from_framework(error, request.url.path)
     else:
-        log.exception("request_failed", exc_info=error, extra={"path": request.url.path})
-        problem = Internal("An error on our side. Retry, and quote the x-request-id if it stays.")
+        log.error("request_failed", exc_info=error, extra={"path": request.url.path})
+        problem = Internal(OUR_SIDE)
     request_id = new_request_id()
     return Response(
         body(problem),

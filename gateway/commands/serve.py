@@ -10,8 +10,10 @@ from pathlib import Path
 from types import FrameType
 
 import click
+import msgspec
 import uvicorn
 from msgspec import structs
+from typing_extensions import override
 
 from gateway.app import VERSION, Service, StartupError, open_service
 from gateway.commands import BadInput
@@ -107,6 +109,7 @@ class _Server(uvicorn.Server):
         )
         self._service = service
 
+    @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.gateway.draining = True
         super().handle_exit(sig, frame)
@@ -128,7 +131,13 @@ async def _greet(service: Service, config: Config, listener: socket.socket) -> N
     else:
         lines.append("  API key     another one: meterline key create default")
     bearer = key.reveal() if key is not None else "$METERLINE_API_KEY"
-    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"What is the capital of France?"}}],"temperature":0}}'
+    body = msgspec.json.encode(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+        }
+    ).decode()
     lines.append(
         f"  try it      curl {base}/chat/completions"
         f' -H "Authorization: Bearer {bearer}" -H "Content-Type: application/json"'
