@@ -196,20 +196,24 @@ async def test_its_stderr_is_in_our_log(tmp_path: Path, caplog: pytest.LogCaptur
 
 async def test_requests_wait_for_the_first_load(tmp_path: Path) -> None:
     """A request that comes too early is answered once the model is there."""
-    async with engine(tmp_path, "--load-s", "0.4") as process:
-        async with aclosing(supervised(process)) as backend:
-            assert not await backend.is_ready()
-            events = await ask(backend, asking(timeouts=Timeouts(connect_s=0.1, first_token_s=15)))
-            assert text_of(events) == "hi"
-            assert await backend.is_ready()
+    async with (
+        engine(tmp_path, "--load-s", "0.4") as process,
+        aclosing(supervised(process)) as backend,
+    ):
+        assert not await backend.is_ready()
+        events = await ask(backend, asking(timeouts=Timeouts(connect_s=0.1, first_token_s=15)))
+        assert text_of(events) == "hi"
+        assert await backend.is_ready()
 
 
 async def test_requests_do_not_wait_longer_than_their_budget(tmp_path: Path) -> None:
     """They are told that the engine is loading."""
-    async with engine(tmp_path, "--load-s", "99") as process:
-        async with aclosing(supervised(process)) as backend:
-            with pytest.raises(BackendUnavailable, match="loading its model"):
-                await ask(backend, asking(timeouts=Timeouts(first_token_s=0.1)))
+    async with (
+        engine(tmp_path, "--load-s", "99") as process,
+        aclosing(supervised(process)) as backend,
+    ):
+        with pytest.raises(BackendUnavailable, match="loading its model"):
+            await ask(backend, asking(timeouts=Timeouts(first_token_s=0.1)))
 
 
 async def test_after_a_crash_requests_wait_for_a_connection_only(tmp_path: Path) -> None:
