@@ -21,6 +21,12 @@ _WORDS: dict[Phase, str] = {
 }
 
 
+def timed_out(timeouts: Timeouts, phase: Phase, *, backend: str) -> BackendTimeout:
+    """The error of one phase, in words that name its limit."""
+    seconds: float = getattr(timeouts, f"{phase}_s")
+    return BackendTimeout(_WORDS[phase].format(seconds), backend=backend, phase=phase)
+
+
 class Deadlines:
     """Starts with the attempt. `is_stream` false: a whole answer has one wait, the total."""
 
@@ -49,7 +55,7 @@ class Deadlines:
         except TimeoutError as error:
             if not limit.expired():
                 raise  # not ours: some socket timeout below
-            raise self.expired(self._phase) from error
+            raise timed_out(self._timeouts, self._phase, backend=self._backend) from error
 
     async def next(self, pieces: AsyncIterator[bytes]) -> bytes | None:
         """The next piece, None at the end, or BackendTimeout."""
@@ -62,11 +68,7 @@ class Deadlines:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise self.expired(self._phase) from error
-
-    def expired(self, phase: Phase) -> BackendTimeout:
-        seconds: float = getattr(self._timeouts, f"{phase}_s")
-        return BackendTimeout(_WORDS[phase].format(seconds), backend=self._backend, phase=phase)
+            raise timed_out(self._timeouts, self._phase, backend=self._backend) from error
 
     def _set(self, phase: Phase, at: float) -> None:
         """The total is over all: whichever comes first."""

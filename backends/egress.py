@@ -95,9 +95,11 @@ def client(
 class CheckedNetwork(httpcore.AsyncNetworkBackend):
     """Opens sockets to checked addresses only."""
 
-    def __init__(self, *, allow_private: bool) -> None:
+    def __init__(
+        self, *, allow_private: bool, network: httpcore.AsyncNetworkBackend | None = None
+    ) -> None:
         self._allow_private = allow_private
-        self._network: httpcore.AsyncNetworkBackend = httpcore.AnyIOBackend()
+        self._network = network or httpcore.AnyIOBackend()
 
     @override
     async def connect_tcp(

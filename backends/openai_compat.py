@@ -26,7 +26,7 @@ from backends.base import (
     Event,
     Phase,
 )
-from backends.deadlines import Deadlines
+from backends.deadlines import Deadlines, timed_out
 from backends.settings import BackendSettings
 from backends.sse import EventTooLarge, SSEParser
 from telemetry.clock import Clock, SystemClock
@@ -88,6 +88,8 @@ class OpenAICompatible:
         }
         self._secrets = [self._ready_url.netloc.decode("ascii"), self._ready_url.host]
         if api_key is not None:
+            if not api_key.isascii() or not api_key.isprintable():
+                raise ValueError(f"the key of backend {self.name} holds a line break or the like")
             self._headers["authorization"] = f"Bearer {api_key}"
             self._secrets.insert(0, api_key)
 
@@ -317,15 +319,12 @@ _HTTPX_ERRORS: Final = tuple(MEANING_OF_HTTPX)
 def mapping_httpx_errors(
     request: ChatRequest, *, backend: str, stage: Literal["request", "answer"]
 ) -> Iterator[None]:
-    """Translate what httpx raises; its messages, which may hold URLs, stay in `__cause__`-less
-    silence: only our own words go on."""
+    """Translate what httpx raises. Its own messages may hold URLs and header values: the
+    translation is raised `from None`, so that no traceback prints them."""
     try:
         yield
     except _HTTPX_ERRORS as error:
-        translated = _translated(error, request, backend, stage)
-    else:
-        return
-    raise translated from None
+        raise _translated(error, request, backend, stage) from None
 
 
 def _translated(
@@ -342,9 +341,9 @@ def _translated(
         return BackendUnavailable(why, backend=backend)
     if meaning in ("connect", "total"):
         phase: Phase = "connect" if meaning == "connect" else "total"
-        return Deadlines(request.timeouts, backend=backend, is_stream=False).expired(phase)
+        return timed_out(request.timeouts, phase, backend=backend)
     if meaning == "lost":
         if stage == "answer":
             return BackendTruncated("the upstream's connection was cut", backend=backend)
-        return BackendFailed("the upstream closed the connection unanswered", backend=backend)
+        return BackendFailed("no answer came from the upstream", backend=backend)
     return BackendProtocol("the exchange with the upstream broke HTTP's rules", backend=backend)

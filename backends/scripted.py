@@ -332,19 +332,18 @@ async def _once(body: bytes) -> AsyncIterator[bytes]:
 class Scripted:
     """The backend of kind `scripted`: `OpenAICompatible` over a transport that plays the script."""
 
-    provider = "scripted"
-
     def __init__(
         self, settings: BackendSettings, *, normalise: wire.Normalise, clock: Clock | None = None
     ) -> None:
         self.name = settings.name
+        self.provider = settings.provider or "scripted"
         self.player = Player(settings.script or Script(), clock=clock)
         self._backend = OpenAICompatible(
             structs.replace(settings, base_url="http://scripted.invalid/v1"),
             None,
             httpx.AsyncClient(transport=_PlayerTransport(self.player), trust_env=False),
             normalise=normalise,
-            provider=settings.provider or self.provider,
+            provider=self.provider,
             clock=clock,
         )
 

@@ -144,7 +144,7 @@ class EngineProcess:
     async def _keep(self) -> None:
         try:
             await self._keep_alive()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the background loop: logged, and shown in `state`
             _log.exception("supervision ended", extra={"engine": self.name})
             reason = "its supervision ended by a defect; the log says where"
             await self._become(

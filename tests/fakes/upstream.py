@@ -89,7 +89,7 @@ class Upstream:
         self.steps = list(steps)
         self.received: list[Received] = []
         self.connections = 0
-        self.gone_at: float | None = None  # time.monotonic() when a client closed while we played
+        self.gone_at: float | None = None  # time.monotonic() when a client left while we played
         self.port = 0
         self._server: asyncio.Server | None = None
 
@@ -112,8 +112,10 @@ class Upstream:
         try:
             while await self._one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
+        except ConnectionError:
+            self.gone_at = time.monotonic()
+        except asyncio.IncompleteReadError:
+            pass  # an idle connection was closed
         finally:
             writer.close()
 
