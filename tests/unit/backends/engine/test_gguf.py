@@ -57,7 +57,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     """A damaged scale is found when the tensor is read, and the tensor named."""
     raw = half(float("nan")) + bytes(32)
     file = GgufFile(write_gguf(tmp_path / "w.gguf", {}, {"bad": ("Q8_0", (32,), raw)}))
-    with pytest.raises(WeightsInvalid, match="tensor bad: .*not finite"):
+    with pytest.raises(WeightsInvalid, match=r"tensor bad: .*not finite"):
         file.tensor("bad")
 
 

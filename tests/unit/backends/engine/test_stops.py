@@ -1,5 +1,7 @@
 """Stop strings, however the text is cut into pieces."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +13,7 @@ stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 @given(text=letters, stops=stop_lists, cuts=st.lists(st.integers(0, 60), max_size=10))

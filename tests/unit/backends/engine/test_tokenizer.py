@@ -11,17 +11,7 @@ from backends.engine.chat import Message
 from backends.engine.errors import RequestInvalid, WeightsInvalid
 from backends.engine.gguf import GgufFile
 from backends.engine.tokenizer import Tokenizer
-from tests.fakes.gguf import tiny_llama, write_gguf
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
-    return GgufFile(tiny_llama(tmp_path_factory.mktemp("weights") / "tiny.gguf"))
-
-
-@pytest.fixture(scope="module")
-def words(file: GgufFile) -> Tokenizer:
-    return tokenizer.from_gguf(file)
+from tests.fakes.gguf import write_gguf
 
 
 def byte_tokens(words: Tokenizer, data: bytes) -> list[int]:
