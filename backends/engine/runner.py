@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from backends.engine.gguf import GgufFile
-from backends.engine.kv import BLOCK_TOKENS
-from backends.engine.model import Model, ModelShape
+from backends.engine.model import Model
 from backends.engine.sampler import sample
+from backends.engine.shape import ModelShape
 from backends.engine.types import ModelFacts, Row, StepResult, TokenChoice
 
 
@@ -59,8 +59,3 @@ def _facts(shape: ModelShape, kv_blocks: int) -> ModelFacts:
         kv_token_bytes=shape.kv_token_bytes,
         kv_blocks=kv_blocks,
     )
-
-
-def pool_blocks(shape: ModelShape, memory_gb: float) -> int:
-    """How many blocks fit in that memory; never fewer than one, nor more than can be used."""
-    return max(1, int(memory_gb * 1e9) // (shape.kv_token_bytes * BLOCK_TOKENS))

@@ -24,6 +24,7 @@ from backends.engine.errors import ListenFailed, StartFailed
 from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.server import EngineApp, ServedModel
+from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard
 from backends.engine.types import Runner
 from backends.engine.weights import open_weights
@@ -78,10 +79,11 @@ def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = 
         raise StartFailed(f"dtype = {settings.dtype}: this engine computes in float32; use auto")
     clock = clock or SystemClock()
     file = open_weights(settings.model)
+    shape = read_shape(file)
     words = tokenizer.from_gguf(file)
     template = chat.from_gguf(file, words)
-    blocks = _pool_blocks(file, settings.kv_memory_gb)
-    context = min(file.integer("llama.context_length"), blocks * BLOCK_TOKENS)
+    blocks = pool_blocks(shape, settings.kv_memory_gb)
+    context = min(shape.context, blocks * BLOCK_TOKENS)
     engine = Engine(
         load=lambda: _load(file, blocks, settings.threads or _default_threads()),
         tokenizer=words,
@@ -186,20 +188,6 @@ def _load_problem(error: BaseException | None) -> str:
             return f"the engine needs its extra packages ({error}): pip install meterline[engine]"
         case _:
             return f"loading the model failed: {type(error).__name__}: {error}"
-
-
-def _pool_blocks(file: GgufFile, memory_gb: float) -> int:
-    heads = file.integer("llama.attention.head_count")
-    size = file.integer(
-        "llama.attention.key_length", file.integer("llama.embedding_length") // heads
-    )
-    kv_heads = file.integer("llama.attention.head_count_kv", heads)
-    token_bytes = 2 * file.integer("llama.block_count") * kv_heads * size * 4  # fp32
-    blocks = int(memory_gb * 1e9) // (token_bytes * BLOCK_TOKENS)
-    if blocks < 1:
-        least = token_bytes * BLOCK_TOKENS / 1e9
-        raise StartFailed(f"kv_memory_gb = {memory_gb}: the smallest pool takes {least:.4f}")
-    return blocks
 
 
 def _default_threads() -> int:

@@ -84,7 +84,7 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True):
-    prompt: str | list[str] | list[int] | list[list[int]] | Any
+    prompt: str | list[Any]  # texts, token ids or lists of ids: told apart in `_prompts`
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -269,7 +269,7 @@ class Parser:
                 param,
             )
 
-    def _prompts(self, prompt: Any) -> list[str | list[int]]:
+    def _prompts(self, prompt: str | list[Any]) -> list[str | list[int]]:
         """One of the four shapes: a text, texts, token ids, lists of token ids."""
         match prompt:
             case str():

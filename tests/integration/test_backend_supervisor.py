@@ -22,7 +22,7 @@ from backends.supervisor import EngineProcess, Patience, Supervised, engine_comm
 from tests.fakes.requests import ask, asking, text_of
 from tests.fakes.usage import normalise
 
-FAKE = str(Path(__file__).parents[1] / "fakes" / "engine.py")
+FAKE = str(Path(__file__).parents[1] / "fakes" / "engine_process.py")
 QUICK = Patience(
     load_s=20, poll_s=0.02, check_s=0.05, hang_s=0.4, grace_s=0.5, backoff_s=0.02, stable_s=30
 )

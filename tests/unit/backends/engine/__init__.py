@@ -1,0 +1,1 @@
+"""Tests of the engine's modules; only those of model and sampler need torch."""

@@ -1,0 +1,313 @@
+"""The step loop with a device side made of Python: every job ends once, and fails alone."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from backends.engine.engine import Engine, State, Stream
+from backends.engine.errors import ModelMissing, NotReady, Overloaded
+from backends.engine.spans import Emit, PhaseSpan, discard
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.types import (
+    Cancelled,
+    Delta,
+    Done,
+    Failed,
+    FinishReason,
+    JobRequest,
+    Output,
+    Row,
+    Runner,
+    TokenChoice,
+)
+from telemetry.clock import SystemClock
+from tests.fakes.engine import FakeRunner
+
+WARM_UP = 0  # the job id of the steps before the first request
+END = 2  # <|im_end|> of the tiny vocabulary
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@asynccontextmanager
+async def running(
+    words: Tokenizer, runner: Runner, *, emit: Emit = discard, max_jobs: int = 64
+) -> AsyncIterator[Engine]:
+    engine = Engine(
+        load=lambda: runner, tokenizer=words, clock=SystemClock(), emit=emit,
+        max_batch_size=4, max_batch_tokens=64, max_jobs=max_jobs,
+    )  # fmt: skip
+    engine.start()
+    await engine.loaded()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def outputs(stream: Stream) -> list[Output]:
+    async with asyncio.timeout(10):
+        result: list[Output] = []
+        while not result or isinstance(result[-1], Delta):
+            result += await stream.next()
+        return result
+
+
+def spell(words: Tokenizer, text: str) -> Callable[[Row], TokenChoice]:
+    """A model that spells the text and ends."""
+    tokens = [*words.encode(text), END]
+    return lambda row: TokenChoice(tokens[row.sequence.n_output])
+
+
+def request(words: Tokenizer, prompt: str = "Hi", **changes: object) -> JobRequest:
+    fields: dict[str, object] = {
+        "prompts": (tuple(words.encode(prompt)),), "max_tokens": (50,), **changes,
+    }  # fmt: skip
+    return JobRequest(**fields)  # type: ignore[arg-type]  # checked by the Struct's callers
+
+
+def text_of(news: list[Output]) -> str:
+    return "".join(output.text for output in news if isinstance(output, Delta))
+
+
+async def test_a_job_streams_its_text_and_ends_once(words: Tokenizer) -> None:
+    """Text arrives in deltas, the last one with its reason, then Done with the exact counts."""
+    async with running(words, FakeRunner(spell(words, "a día"))) as engine:
+        news = await outputs(engine.submit(request(words)))
+        assert text_of(news) == "a día"
+        last, done = news[-2:]
+        assert isinstance(last, Delta)
+        assert last.finish is FinishReason.STOP
+        assert isinstance(done, Done)
+        assert done.usage.prompt_tokens == 2
+        assert done.usage.completion_tokens == len(words.encode("a día")) + 1
+
+
+async def test_charges_of_all_jobs_are_the_time_of_all_steps(words: Tokenizer) -> None:
+    """Σ device_us over jobs = Σ steps, and steps + load + warm-up + idle = wall, exactly."""
+    async with running(words, FakeRunner(spell(words, "some words here"))) as engine:
+        streams = [engine.submit(request(words, n=2)) for _ in range(5)]
+        ends = [(await outputs(stream))[-1] for stream in streams]
+        charged = 0
+        for end in ends:
+            assert isinstance(end, Done)
+            charged += sum(end.usage.device_us.values())
+        phases = engine.step_clock.by_phase_us
+        assert charged == phases["prefill"] + phases["decode"] + phases["mixed"]
+        assert charged == sum(engine.stats.charged_us.values())
+    assert sum(engine.step_clock.by_phase_us.values()) == engine.step_clock.wall_us
+
+
+async def test_a_stop_string_cuts_and_ends(words: Tokenizer) -> None:
+    """The text ends before the stop string, also when its tokens arrive one by one."""
+    async with running(words, FakeRunner(spell(words, "one two three"))) as engine:
+        news = await outputs(engine.submit(request(words, stop=("two",))))
+    assert text_of(news) == "one "
+    assert [o.finish for o in news if isinstance(o, Delta)][-1] is FinishReason.STOP
+
+
+async def test_held_text_comes_out_at_the_limit(words: Tokenizer) -> None:
+    """What looked like the start of a stop string is sent when max_tokens ends the text."""
+    async with running(words, FakeRunner(spell(words, "abcd"))) as engine:
+        news = await outputs(engine.submit(request(words, stop=("bcx",), max_tokens=(3,))))
+    assert text_of(news) == "abc"
+    assert [o.finish for o in news if isinstance(o, Delta)][-1] is FinishReason.LENGTH
+
+
+async def test_end_tokens_can_be_ignored(words: Tokenizer) -> None:
+    """With ignore_eos the text goes on to its limit."""
+    async with running(words, FakeRunner(lambda row: TokenChoice(END))) as engine:
+        news = await outputs(engine.submit(request(words, ignore_eos=True, max_tokens=(7,))))
+    assert isinstance(news[-1], Done)
+    assert news[-1].usage.completion_tokens == 7
+
+
+async def test_cancel_frees_blocks_within_a_step(words: Tokenizer) -> None:
+    """A cancelled job ends as Cancelled, its blocks are free and it computes no further step."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(row: Row) -> TokenChoice:
+        if row.sequence.n_output == 3:
+            begun.set()
+            gate.wait(5)
+        return TokenChoice(20)
+
+    runner = FakeRunner(slow)
+    async with running(words, runner) as engine:
+        stream = engine.submit(request(words))
+        await asyncio.to_thread(begun.wait, 5)
+        stream.cancel()
+        steps = len(runner.steps)
+        gate.set()
+        news = await outputs(stream)
+        assert isinstance(news[-1], Cancelled)
+        assert engine.pool is not None
+        assert engine.pool.used == 0
+        assert len(runner.steps) == steps
+        stream.cancel()  # after the end it does nothing
+        assert isinstance((await outputs(engine.submit(request(words, max_tokens=(2,)))))[-1], Done)
+
+
+async def test_a_waiting_job_can_be_cancelled(words: Tokenizer) -> None:
+    """Cancelling works in the queue too, and such a job has a queue span and no other."""
+    spans: list[list[PhaseSpan]] = []
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(row: Row) -> TokenChoice:
+        if row.sequence.job.job_id != WARM_UP:
+            begun.set()
+            gate.wait(5)
+        return TokenChoice(20)
+
+    async with running(
+        words, FakeRunner(slow, kv_blocks=1), emit=lambda _, made: spans.append(made)
+    ) as engine:
+        first = engine.submit(request(words, max_tokens=(1,)))
+        await asyncio.to_thread(begun.wait, 5)
+        second = engine.submit(request(words))
+        second.cancel()
+        gate.set()
+        assert isinstance((await outputs(second))[-1], Cancelled)
+        assert isinstance((await outputs(first))[-1], Done)
+    assert sorted([span.name for span in made] for made in spans) == [
+        ["queue"],
+        ["queue", "prefill", "decode", "sampling"],
+    ]
+
+
+async def test_a_failing_row_fails_alone(words: Tokenizer) -> None:
+    """One sequence with broken numbers fails; its neighbour in the same steps ends well."""
+
+    def choose(row: Row) -> TokenChoice | Exception:
+        if row.sequence.job.request.seed == 13 and row.sequence.n_output == 2:
+            return ArithmeticError("not finite")
+        return TokenChoice(20)
+
+    async with running(words, FakeRunner(choose)) as engine:
+        bad, good = (engine.submit(request(words, seed=s, max_tokens=(9,))) for s in (13, 1))
+        assert isinstance((await outputs(bad))[-1], Failed)
+        assert isinstance((await outputs(good))[-1], Done)
+        assert engine.pool is not None
+        assert engine.pool.used == 0
+
+
+async def test_a_step_that_raises_fails_only_its_culprit(words: Tokenizer) -> None:
+    """When the device raises for a batch, rows are repeated alone and the engine lives."""
+
+    class Broken(FakeRunner):
+        def run(self, rows):  # type: ignore[no-untyped-def]  # as its parent
+            if any(row.sequence.job.request.seed == 13 for row in rows):
+                raise RuntimeError("device fault")
+            return super().run(rows)
+
+    async with running(words, Broken(spell(words, "fine"))) as engine:
+        bad, good = (engine.submit(request(words, seed=seed)) for seed in (13, 1))
+        assert isinstance((await outputs(bad))[-1], Failed)
+        assert text_of(await outputs(good)) == "fine"
+        assert engine.state is State.READY
+
+
+async def test_spans_carry_the_caller_and_tile_the_request(words: Tokenizer) -> None:
+    """queue, prefill and decode follow each other without a gap, under the given traceparent."""
+    seen: list[tuple[str | None, list[PhaseSpan]]] = []
+    async with running(
+        words,
+        FakeRunner(spell(words, "some text")),
+        emit=lambda parent, made: seen.append((parent, made)),
+    ) as engine:
+        done = (await outputs(engine.submit(request(words, traceparent=TRACEPARENT))))[-1]
+    assert isinstance(done, Done)
+    [(parent, [queue, prefill, decode, sampling])] = seen
+    assert parent == TRACEPARENT
+    assert (queue.end_ns, prefill.end_ns) == (prefill.start_ns, decode.start_ns)
+    assert (decode.end_ns - decode.start_ns) / 1e9 == pytest.approx(done.usage.decode_s)
+    assert decode.attributes["gen_ai.usage.output_tokens"] == done.usage.completion_tokens
+    assert sampling.attributes["meterline.aggregated"] is True
+
+
+async def test_a_broken_span_exporter_harms_nobody(words: Tokenizer) -> None:
+    """An emit that raises is logged; the job ends as it would."""
+
+    def broken(parent: str | None, spans: list[PhaseSpan]) -> None:
+        raise RuntimeError("collector on fire")
+
+    async with running(words, FakeRunner(spell(words, "x")), emit=broken) as engine:
+        assert isinstance((await outputs(engine.submit(request(words))))[-1], Done)
+
+
+async def test_too_many_jobs_are_refused_at_once(words: Tokenizer) -> None:
+    """Beyond max_jobs a submit is refused, and works again when one has ended."""
+    gate = threading.Event()
+
+    def slow(row: Row) -> TokenChoice:
+        if row.sequence.job.job_id != WARM_UP:
+            gate.wait(5)
+        return TokenChoice(END)
+
+    async with running(words, FakeRunner(slow), max_jobs=1) as engine:
+        stream = engine.submit(request(words))
+        with pytest.raises(Overloaded):
+            engine.submit(request(words))
+        gate.set()
+        await outputs(stream)
+        await outputs(engine.submit(request(words)))
+
+
+async def test_drain_finishes_what_runs_and_takes_nothing_new(words: Tokenizer) -> None:
+    """While draining, running jobs end well and new ones are refused."""
+    async with running(words, FakeRunner(spell(words, "last words"))) as engine:
+        stream = engine.submit(request(words))
+        draining = asyncio.create_task(engine.drain(5))
+        await asyncio.sleep(0)
+        with pytest.raises(NotReady):
+            engine.submit(request(words))
+        assert text_of(await outputs(stream)) == "last words"
+        await draining
+
+
+async def test_drain_fails_what_does_not_finish(words: Tokenizer) -> None:
+    """After the deadline the rest gets its terminal event: Failed."""
+    async with running(words, FakeRunner(lambda row: TokenChoice(20))) as engine:
+        long = request(words, prompts=((20,),), max_tokens=(500,))
+        stream = engine.submit(long)
+        await engine.drain(0.0)
+        assert isinstance((await outputs(stream))[-1], Failed | Done)
+
+
+async def test_a_model_that_cannot_load_says_so(words: Tokenizer) -> None:
+    """What loading raises comes out of `loaded`, and submits are refused."""
+
+    def load() -> Runner:
+        raise ModelMissing("no such file")
+
+    engine = Engine(load=load, tokenizer=words, clock=SystemClock(), emit=discard)
+    engine.start()
+    with pytest.raises(ModelMissing):
+        await engine.loaded()
+    with pytest.raises(NotReady):
+        engine.submit(request(words))
+    await engine.close()
+
+
+async def test_random_lives_end_once_and_leak_nothing(words: Tokenizer) -> None:
+    """Forty jobs in a tiny pool, some cancelled at random moments: one terminal event each."""
+    async with running(words, FakeRunner(lambda row: TokenChoice(20), kv_blocks=3)) as engine:
+        streams = [
+            engine.submit(
+                request(words, prompts=((20,) * (1 + i * 3),), max_tokens=(1 + i,), priority=i % 3)
+            )
+            for i in range(40)
+        ]
+        for i, stream in enumerate(streams):
+            if i % 4 == 0:
+                await asyncio.sleep(0.001)
+                stream.cancel()
+        for stream in streams:
+            news = await outputs(stream)
+            assert sum(isinstance(o, Done | Failed | Cancelled) for o in news) == 1
+            assert not isinstance(news[-1], Failed)
+        assert engine.pool is not None
+        assert engine.pool.used == 0
+        engine.pool.check()

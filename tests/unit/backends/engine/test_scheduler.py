@@ -1,0 +1,156 @@
+"""Who computes what: joining, leaving, room, order and progress. No torch."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.engine.kv import BlockPool, blocks_for
+from backends.engine.scheduler import Plan, Scheduler
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.types import Row
+from tests.fakes.engine import sequence
+
+
+def compute(scheduler: Scheduler, plan: Plan) -> None:
+    """Play the engine: every row is computed, whoever is due gets a token or ends."""
+    for row in plan.rows:
+        chosen = row.sequence
+        chosen.n_computed = row.context
+        chosen.high_water = max(chosen.high_water, row.context)
+        if row.needs_token:
+            chosen.append(5)
+            if chosen.n_output == chosen.max_tokens:
+                scheduler.remove(chosen)
+
+
+def shape(rows: list[Row]) -> list[tuple[int, int, int]]:
+    return [(row.sequence.job.job_id, row.start, row.count) for row in rows]
+
+
+def test_a_newcomer_joins_between_steps_and_a_finished_one_leaves(words: Tokenizer) -> None:
+    """The second request's prompt runs beside the first one's decode; the first leaves at once."""
+    scheduler = Scheduler(BlockPool(8), max_batch_size=4, max_batch_tokens=512)
+    scheduler.add(sequence(words, [5] * 10, number=1, max_tokens=2))
+    compute(scheduler, scheduler.plan())
+    scheduler.add(sequence(words, [5] * 20, number=2, max_tokens=3))
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 10, 1), (2, 0, 20)]
+    compute(scheduler, plan)
+    assert [s.job.job_id for s in scheduler.running] == [2]
+    assert scheduler.pool.used == 1
+
+
+def test_long_prompts_are_chunked_behind_decodes(words: Tokenizer) -> None:
+    """Alone a prompt takes the whole budget; beside a decode a quarter, and the decode is first."""
+    scheduler = Scheduler(BlockPool(64), max_batch_size=4, max_batch_tokens=512)
+    scheduler.add(sequence(words, [5] * 700, number=1, max_tokens=9))
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 0, 512)]
+    compute(scheduler, plan)
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 512, 188)]
+    compute(scheduler, plan)
+    scheduler.add(sequence(words, [5] * 300, number=2, max_tokens=9))
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 700, 1), (2, 0, 128)]
+
+
+def test_only_what_fits_whole_is_admitted(words: Tokenizer) -> None:
+    """A prompt that does not fit whole takes no block and waits, and nobody overtakes it."""
+    scheduler = Scheduler(BlockPool(4), max_batch_size=4, max_batch_tokens=512)
+    scheduler.add(sequence(words, [5] * 100, number=1, max_tokens=50))
+    compute(scheduler, scheduler.plan())
+    scheduler.add(sequence(words, [5] * 150, number=2, max_tokens=50))
+    scheduler.add(sequence(words, [5] * 10, number=3, max_tokens=5))
+    assert shape(scheduler.plan().rows) == [(1, 100, 1)]
+    assert [s.job.job_id for s in scheduler.waiting] == [2, 3]
+    assert scheduler.pool.used == 2
+
+
+def test_lower_priority_numbers_go_first(words: Tokenizer) -> None:
+    """Waiting sequences are admitted by priority, then by arrival."""
+    scheduler = Scheduler(BlockPool(8), max_batch_size=1, max_batch_tokens=512)
+    for number, priority in [(1, 5), (2, 0), (3, 0)]:
+        scheduler.add(sequence(words, [5], number=number, priority=priority, max_tokens=1))
+    order = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        order += [row.sequence.job.job_id for row in plan.rows]
+        compute(scheduler, plan)
+    assert order == [2, 3, 1]
+
+
+def test_the_last_one_gives_way_when_blocks_run_out(words: Tokenizer) -> None:
+    """A full pool takes the later sequence's blocks; it computes its text again and both end."""
+    scheduler = Scheduler(BlockPool(4), max_batch_size=4, max_batch_tokens=512)
+    first = sequence(words, [5] * 60, number=1, max_tokens=120)
+    second = sequence(words, [5] * 60, number=2, max_tokens=120)
+    scheduler.add(first)
+    scheduler.add(second)
+    preempted = 0
+    for _ in range(500):
+        plan = scheduler.plan()
+        if not plan.rows:
+            break
+        preempted += len(plan.preempted)
+        assert first not in plan.preempted
+        compute(scheduler, plan)
+    assert preempted >= 1
+    assert second.job.preemptions == preempted
+    assert (first.n_output, second.n_output) == (120, 120)
+    assert scheduler.pool.used == 0
+
+
+def test_a_sequence_larger_than_the_pool_is_refused(words: Tokenizer) -> None:
+    """It could never end, so it never starts."""
+    scheduler = Scheduler(BlockPool(2), max_batch_size=4, max_batch_tokens=512)
+    with pytest.raises(ValueError, match="never fit"):
+        scheduler.add(sequence(words, [5] * 100, max_tokens=29))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), total=st.integers(3, 12), batch=st.integers(1, 5))
+def test_everybody_ends_whatever_happens(
+    words: Tokenizer, seed: int, total: int, batch: int
+) -> None:
+    """Random arrivals, sizes, priorities and cancels in a small pool: each step advances somebody,
+    stays within its budget, no block leaks, and all that were not cancelled end."""
+    rng = random.Random(seed)
+    pool = BlockPool(total)
+    scheduler = Scheduler(pool, max_batch_size=batch, max_batch_tokens=64)
+    alive = []
+    for number in range(12):
+        room = min(total * 64, 400)
+        prompt = rng.randrange(1, room - 1)
+        choice = sequence(
+            words, [5] * prompt, number=number, priority=rng.randrange(3),
+            max_tokens=rng.randrange(1, min(room - prompt, 120) + 1),
+        )  # fmt: skip
+        alive.append(choice)
+    pending = list(alive)
+    for _ in range(20_000):
+        while pending and rng.random() < 0.3:
+            scheduler.add(pending.pop())
+        if rng.random() < 0.02:
+            victim = rng.choice(alive)
+            if victim not in pending:
+                scheduler.remove(victim)
+                scheduler.remove(victim)
+                alive.remove(victim)
+                if not alive:
+                    break
+        plan = scheduler.plan()
+        if not plan.rows and not pending:
+            break
+        assert plan.rows or not (scheduler.running or scheduler.waiting)
+        assert sum(row.count for row in plan.rows) <= 64
+        assert len(scheduler.running) <= batch
+        assert all(len(r.sequence.blocks) >= blocks_for(r.context) for r in plan.rows)
+        held = [block for s in scheduler.running for block in s.blocks]
+        assert len(held) == len(set(held)) == pool.used
+        compute(scheduler, plan)
+    pool.check()
+    assert pool.used == 0
+    assert all(choice.n_output == choice.max_tokens for choice in alive)

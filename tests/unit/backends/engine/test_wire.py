@@ -1,0 +1,176 @@
+"""What a client may send, and the 400 with a path for all that it may not."""
+
+import json
+from typing import Any
+
+import pytest
+
+from backends.engine import chat
+from backends.engine.errors import RequestInvalid
+from backends.engine.gguf import GgufFile
+from backends.engine.tokenizer import Tokenizer
+from backends.engine.wire import Limits, Parser
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def parser(file: GgufFile, words: Tokenizer) -> Parser:
+    return Parser(words, chat.from_gguf(file, words), Limits(model="tiny", context=256))
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", **fields}).encode()
+
+
+CHAT_MISTAKES = [
+    ({"messages": []}, "messages"),
+    ({}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [*HI, {"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[1].content[0]"),
+    ({"messages": HI, "temperature": 2.1}, "temperature"),
+    ({"messages": HI, "temperature": -1}, "temperature"),
+    ({"messages": HI, "temperature": "hot"}, "temperature"),
+    ({"messages": HI, "top_p": 1.5}, "top_p"),
+    ({"messages": HI, "top_k": -2}, "top_k"),
+    ({"messages": HI, "min_p": 2}, "min_p"),
+    ({"messages": HI, "n": 0}, "n"),
+    ({"messages": HI, "n": 1000}, "n"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+    ({"messages": HI, "presence_penalty": 3}, "presence_penalty"),
+    ({"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
+    ({"messages": HI, "logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"messages": HI, "logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"messages": HI, "logit_bias": {"cat": 1}}, "logit_bias"),
+    ({"messages": HI, "logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"messages": HI, "logit_bias": {"5": 101}}, "logit_bias[...]"),
+    ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "logprobs": 3}, "logprobs"),
+    ({"messages": HI, "stop": [""]}, "stop"),
+    ({"messages": HI, "stop": ["x"] * 17}, "stop"),
+    ({"messages": HI, "seed": 1.5}, "seed"),
+    ({"messages": HI, "stream": "yes"}, "stream"),
+    ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": HI, "tools": [{}]}, "tools"),
+    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": HI, "cache_salt": ""}, "cache_salt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_MISTAKES, ids=lambda value: str(value)[-60:])
+def test_mistakes_in_chat_name_their_field(
+    parser: Parser, fields: dict[str, Any], param: str
+) -> None:
+    """Every mistake is a RequestInvalid with the path of the field."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.chat(body(**fields), traceparent=None)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [5, "x"]}, "prompt"),
+        ({"prompt": ["x", [5]]}, None),
+        ({"prompt": [5, -1]}, "prompt"),
+        ({"prompt": [5, 999_999]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": "x", "logprobs": 6}, "logprobs"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_completions_name_their_field(
+    parser: Parser, fields: dict[str, Any], param: str | None
+) -> None:
+    """The same for completions; a mix of texts and ids, each valid, is accepted."""
+    if param is None:
+        assert len(parser.completion(body(**fields), traceparent=None).job.prompts) == 2
+        return
+    with pytest.raises(RequestInvalid) as caught:
+        parser.completion(body(**fields), traceparent=None)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "tiny", "messages": "\xff"}',
+     b'{"model": "tiny", "temperature": NaN, "messages": []}', b"[" * 100_000,
+     b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'],
+    ids=["empty", "cut", "list", "text", "utf-16", "not-utf-8", "nan", "deep", "surrogate"],
+)  # fmt: skip
+def test_what_is_no_json_object_is_refused(parser: Parser, data: bytes) -> None:
+    """Bodies that are not JSON, or not an object, are a 400 too."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.chat(data, traceparent=None)
+    assert caught.value.status == 400
+
+
+def test_another_model_is_not_found(parser: Parser) -> None:
+    """A model that is not served here is a 404 model_not_found."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.chat(json.dumps({"model": "gpt-9", "messages": HI}).encode(), traceparent=None)
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": [5] * 256}, {"prompt": [5] * 200, "max_tokens": 57}, {"prompt": "x" * 10_000_000}],
+    ids=["prompt", "prompt-and-answer", "ten-megabytes"],
+)
+def test_what_exceeds_the_context_is_said_so(parser: Parser, fields: dict[str, Any]) -> None:
+    """Prompt and answer must fit; the code is the one that frameworks look for."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.completion(body(**fields), traceparent=None)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_defaults_and_nulls(parser: Parser) -> None:
+    """Absent and null mean the same: temperature 1, all tokens, the rest of the context."""
+    ask = parser.completion(
+        body(prompt=[5] * 6, temperature=None, max_tokens=None, stop=None, n=None),
+        traceparent="00-a",
+    )
+    assert ask.job.max_tokens == (250,)
+    assert (ask.job.sampling.temperature, ask.job.n, ask.job.stop) == (1.0, 1, ())
+    assert ask.job.traceparent == "00-a"
+    assert (ask.stream, ask.logprobs) == (False, None)
+
+
+def test_everything_at_once(parser: Parser) -> None:
+    """All supported fields arrive where they belong; unknown ones are ignored."""
+    ask = parser.chat(
+        body(
+            messages=[
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            ],
+            stream=True, stream_options={"include_usage": True}, max_completion_tokens=5,
+            temperature=0, top_p=0.5, top_k=-1, min_p=0.1, n=2, seed=-3, stop="x", ignore_eos=True,
+            logit_bias={"7": -5}, logprobs=True, top_logprobs=2, priority=4, cache_salt="s",
+            presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1, user="u", tools=[],
+            response_format={"type": "text"}, unknown={"x": 1},
+        ),
+        traceparent=None,
+    )  # fmt: skip
+    job, sampling = ask.job, ask.job.sampling
+    assert (ask.stream, ask.include_usage, ask.logprobs) == (True, True, 2)
+    assert (job.n, job.seed, job.stop, job.ignore_eos, job.priority) == (2, -3, ("x",), True, 4)
+    assert job.max_tokens == (5,)
+    assert sampling.is_greedy
+    assert (sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0, 0.1)
+    assert sampling.logit_bias == ((7, -5.0),)
+    assert sampling.presence_penalty == -sampling.frequency_penalty == 1.0
+    assert sampling.repetition_penalty == 1.1
