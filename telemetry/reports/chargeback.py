@@ -29,7 +29,7 @@ Dimension = Literal[
     "month",
 ]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
-_TIMES = ("hour", "day", "month")
+TIMES = ("hour", "day", "month")
 _PER_MILLION_SCALE = Decimal("1e-6")
 
 
@@ -134,7 +134,7 @@ def chargeback(
         groups.setdefault((group, row.currency), _Sum()).add(row)
         totals.setdefault(row.currency, _Sum()).add(row)
     lines = [found.line(group, currency) for (group, currency), found in groups.items()]
-    times = [place for place, dimension in enumerate(by) if dimension in _TIMES]
+    times = [place for place, dimension in enumerate(by) if dimension in TIMES]
     lines.sort(
         key=lambda line: (
             [line.group[place] for place in times],
