@@ -5,6 +5,7 @@ import importlib
 from typing import Any, Final
 
 import click
+from typing_extensions import override
 
 COMMANDS: Final = {
     "serve": "serve",
@@ -22,9 +23,11 @@ COMMANDS: Final = {
 class _Lazy(click.Group):
     """Looks a command's module up when the command is named."""
 
+    @override
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
+    @override
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None

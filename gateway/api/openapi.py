@@ -13,6 +13,7 @@ from litestar.openapi.spec import (
     RequestBody,
     Schema,
 )
+from typing_extensions import override
 
 from gateway.wire import ChatBody, CompletionBody, ErrorBody
 
@@ -50,6 +51,7 @@ class _Raw(Schema):
         super().__init__()
         self._data = data
 
+    @override
     def to_schema(self) -> dict[str, Any]:
         return self._data
 

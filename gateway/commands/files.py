@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from typing_extensions import override
 
 import migrations
 from gateway.commands import BadInput, Store
@@ -40,6 +41,7 @@ class ConfigRefused(BadInput):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
 
+    @override
     def show(self, file: Any = None) -> None:
         for line in self.message.splitlines():
             click.echo(line, err=True)
