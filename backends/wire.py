@@ -42,11 +42,23 @@ DONE: Final = b"[DONE]"
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Normalise(Protocol):
-    """Cut a reported `usage` object (its JSON) into disjoint buckets; ValueError if it makes no
-    sense."""
+class Cut(Protocol):
+    """A reported `usage` object, cut into disjoint buckets."""
 
-    def __call__(self, usage: bytes, /) -> tuple[Usage, UsageQuality]: ...
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def quality(self) -> UsageQuality: ...
+
+    @property
+    def timings(self) -> Timings | None: ...
+
+
+class Normalise(Protocol):
+    """Cut a `usage` object, given as its JSON; None when it says nothing that can be counted."""
+
+    def __call__(self, usage: bytes, /) -> Cut | None: ...
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -159,12 +171,7 @@ class _View(Struct, gc=False):
     service_tier: Any = None
 
 
-class _UsageView(Struct, gc=False):
-    meterline: Timings | None = None
-
-
 _decode_view = msgspec.json.Decoder(_View).decode
-_decode_usage_view = msgspec.json.Decoder(_UsageView).decode
 _NOTHING: Final = (b"", b"null")
 
 
@@ -245,12 +252,16 @@ class AnswerReader:
             raise BackendTruncated(
                 "the upstream's answer stopped before its end", backend=self._backend
             )
-        usage, quality = self._normalised()
+        cut = None if self._usage is None else self._normalise(self._usage)
+        if cut is None and self._usage is not None:
+            _log.warning("usage not understood", extra={"backend": self._backend})
+        # Only our engine's word is taken for times: they decide what its time costs.
+        is_engine = self._usage_source is UsageSource.ENGINE
         return base.Final(
-            usage=usage,
-            usage_source=UsageSource.NONE if usage is None else self._usage_source,
-            usage_quality=quality,
-            timings=self._timings(),
+            usage=cut.usage if cut else None,
+            usage_source=self._usage_source if cut else UsageSource.NONE,
+            usage_quality=cut.quality if cut else UsageQuality.EXACT,
+            timings=cut.timings if cut and is_engine else None,
             answered_model=self._model,
             provider_request_id=provider_request_id or self._id,
             service_tier=self._service_tier,
@@ -292,25 +303,6 @@ class AnswerReader:
             reasons[choice.index] = reason[:FIELD_CHARS]
         else:
             reasons.setdefault(choice.index, None)
-
-    def _normalised(self) -> tuple[Usage | None, UsageQuality]:
-        if self._usage is None:
-            return None, UsageQuality.EXACT
-        try:
-            return self._normalise(self._usage)
-        except ValueError:
-            _log.warning("usage not understood", extra={"backend": self._backend})
-            return None, UsageQuality.AMBIGUOUS
-
-    def _timings(self) -> Timings | None:
-        """Only our engine's word is taken for times."""
-        if self._usage is None or self._usage_source is not UsageSource.ENGINE:
-            return None
-        try:
-            return _decode_usage_view(self._usage).meterline
-        except MALFORMED:
-            _log.warning("timings not understood", extra={"backend": self._backend})
-            return None
 
 
 def _message_bytes(message: _Message) -> int:

@@ -56,10 +56,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def address_string(self) -> str:
-        return "unix"
+        return "unix"  # a Unix peer has no host and port
 
     def log_message(self, *_: object) -> None:
-        pass
+        """stderr is for what `--say` says."""
 
 
 def main() -> int:

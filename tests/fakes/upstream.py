@@ -244,6 +244,8 @@ def whole(body: Any, status: int = 200, content_type: str = "application/json") 
     return (head(status, content_type), piece(data), END)
 
 
+_PINGS: list[Step] = [piece(b": ping\n\n"), Pause(0.02)] * 50
+
 VARIANTS: dict[str, tuple[Step, ...]] = {
     "good": GOOD,
     "good, one write": (head() + piece(b"".join(GOOD_EVENTS)) + END,),
@@ -282,7 +284,7 @@ VARIANTS: dict[str, tuple[Step, ...]] = {
     "huge event": (*_BEGUN, *[piece(b"data: " + b"x" * 65_536)] * 40, END),
     "stall": (*_BEGUN, STALL),
     "stall before": (head(), piece(GOOD_EVENTS[0]), STALL),
-    "only comments": (head(), *[piece(b": ping\n\n"), Pause(0.02)] * 50, STALL),
+    "only comments": (head(), *_PINGS, STALL),
     "silent": (STALL,),
     "closes at once": (CUT,),
     "resets at once": (RESET,),

@@ -1,17 +1,31 @@
 """A stand-in for the usage normaliser, for tests of what carries usage."""
 
 import msgspec
+from msgspec import Struct
 
+from telemetry.record import Timings
 from telemetry.usage import Usage, UsageQuality
 
 
-def normalise(usage: bytes, /) -> tuple[Usage, UsageQuality]:
-    """Prompt and completion tokens as text, nothing cached; ValueError without them."""
-    counts = msgspec.json.decode(usage)
+class FakeCut(Struct, frozen=True):
+    """What the real one returns has these fields too."""
+
+    usage: Usage
+    quality: UsageQuality = UsageQuality.EXACT
+    timings: Timings | None = None
+
+
+class _Report(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    meterline: Timings | None = None
+
+
+def normalise(usage: bytes, /) -> FakeCut | None:
+    """Prompt and completion tokens as text, nothing cached; None without them."""
     try:
-        return (
-            Usage(in_uncached_text=counts["prompt_tokens"], out_text=counts["completion_tokens"]),
-            UsageQuality.EXACT,
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError("no token counts") from error
+        report = msgspec.json.decode(usage, type=_Report)
+    except msgspec.ValidationError:
+        return None
+    counts = Usage(in_uncached_text=report.prompt_tokens, out_text=report.completion_tokens)
+    return FakeCut(counts, timings=report.meterline)
