@@ -36,7 +36,7 @@ def chargeback_table(report: Chargeback, *, width: int = 100, color: bool = Fals
     columns = _shown_columns(rows)
     hidden: list[str] = []
     for name in _DISPENSABLE:
-        if _width(report, columns, _LEAST_LABEL) <= width:
+        if _width(report, columns, _DECENT_LABEL) <= width:
             break
         if any(column.title == name for column in columns):
             columns = [column for column in columns if column.title != name]
@@ -51,7 +51,7 @@ def chargeback_table(report: Chargeback, *, width: int = 100, color: bool = Fals
     cells = {column.title: column.cells(rows) for column in columns}
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
-    for index, line in enumerate(rows):
+    for index in range(len(rows)):
         is_total = index >= len(report.lines)
         names = (
             ["Total", *[""] * (max(len(report.by), 1) - 1)]
@@ -204,6 +204,7 @@ def _shown_columns(lines: Sequence[Line]) -> list[_Column]:
 
 
 _DISPENSABLE = ("attempts", "per 1M out", "device s", "cached", "unpriced")  # first goes first
+_DECENT_LABEL = 14  # cells a name gets before the columns above are kept
 _LEAST_LABEL = 8  # cells a name keeps at least; times are never shortened
 
 
