@@ -13,7 +13,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -33,10 +33,10 @@ def chargeback_table(report: Chargeback, *, width: int = 100, color: bool = Fals
     width is left out by name, or shortened with an ellipsis, but never a figure."""
     width = max(width, MIN_WIDTH)
     rows = [*report.lines, *report.totals]
-    columns = [column for column in _COLUMNS if column.is_shown(rows)]
+    columns = _shown_columns(rows)
     hidden: list[str] = []
     for name in _DISPENSABLE:
-        if _width(report, columns, _LEAST_LABEL) <= width:
+        if _width(report, columns, _DECENT_LABEL) <= width:
             break
         if any(column.title == name for column in columns):
             columns = [column for column in columns if column.title != name]
@@ -51,10 +51,10 @@ def chargeback_table(report: Chargeback, *, width: int = 100, color: bool = Fals
     cells = {column.title: column.cells(rows) for column in columns}
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
-    for index, line in enumerate(rows):
+    for index in range(len(rows)):
         is_total = index >= len(report.lines)
         names = (
-            [f"Total {line.currency}", *[""] * (max(len(report.by), 1) - 1)]
+            ["Total", *[""] * (max(len(report.by), 1) - 1)]
             if is_total
             else [
                 label if dimension in TIMES else _shortened(label, fair)
@@ -70,7 +70,7 @@ def chargeback_table(report: Chargeback, *, width: int = 100, color: bool = Fals
             style="bold" if is_total else None,
         )
     return _text(table, width=max(width, 400), color=color) + "".join(
-        f"{note}\n" for note in _notes(report, hidden)
+        f"{textwrap.fill(note, width)}\n" for note in _notes(report, hidden)
     )
 
 
@@ -137,8 +137,8 @@ def story_text(
 
 class _Column(Struct, frozen=True):
     title: str
-    value: Callable[[Line], int | Decimal | None]
-    show: Callable[[int | Decimal | None], str]
+    value: Callable[[Line], Any]
+    show: Callable[[Any], str]
     is_optional: Callable[[Line], bool] | None = None  # shown only if some line says so
     is_aligned: bool = False
 
@@ -188,7 +188,23 @@ _COLUMNS = (
         lambda line: line.unpriced_lines > 0,
     ),
 )
+_CURRENCY = _Column("currency", lambda line: line.currency, str)
+
+
+def _shown_columns(lines: Sequence[Line]) -> list[_Column]:
+    """The columns that say something. One currency stands in a heading, several in a column."""
+    columns = [column for column in _COLUMNS if column.is_shown(lines)]
+    currencies = {line.currency for line in lines}
+    place = next(place for place, column in enumerate(columns) if column.title == "cost")
+    if len(currencies) == 1:
+        columns[place] = structs.replace(columns[place], title=f"cost {currencies.pop()}")
+    else:
+        columns.insert(place + 1, _CURRENCY)
+    return columns
+
+
 _DISPENSABLE = ("attempts", "per 1M out", "device s", "cached", "unpriced")  # first goes first
+_DECENT_LABEL = 14  # cells a name gets before the columns above are kept
 _LEAST_LABEL = 8  # cells a name keeps at least; times are never shortened
 
 
@@ -222,7 +238,7 @@ def _fair_label(
     room = width - _figures_width(report, columns) - 2 * max(len(report.by), 1)
     longest: list[int] = []
     for place, dimension in enumerate(report.by):
-        widest = max(cell_len(dimension), 9, *(cell_len(row[place]) for row in labels), 0)
+        widest = max(cell_len(dimension), 8, *(cell_len(row[place]) for row in labels), 0)
         if dimension in TIMES:
             room -= widest
         else:
@@ -250,8 +266,9 @@ def _label(report: Chargeback, dimension: Dimension, value: str) -> str:
 
 def _notes(report: Chargeback, hidden: Sequence[str]) -> Iterable[str]:
     zone = report.period.zone
+    yield ""
     yield (
-        f"\nFrom {report.period.hour(report.period.start)} up to, not including, "
+        f"From {report.period.hour(report.period.start)} up to, not including, "
         f"{report.period.hour(report.period.end)} ({zone})."
     )
     yield "Input and output in tokens; per 1M: the cost per million tokens of both, rounded."
@@ -269,7 +286,7 @@ def _notes(report: Chargeback, hidden: Sequence[str]) -> Iterable[str]:
         hours = _plural(report.pending_hours, "hour")
         yield f"Not summed up yet: {hours} of the period; the figures will grow."
     if hidden:
-        yield f"Left out for width: {', '.join(hidden)}. They are in --format csv and json."
+        yield f"Left out for width: {', '.join(hidden)} (see --format csv)."
 
 
 def _group_fields(report: Chargeback) -> list[str]:

@@ -342,9 +342,17 @@ def test_days_are_never_shortened() -> None:
 def test_an_empty_report_is_a_table_with_a_zero_total() -> None:
     """No requests is an answer, not an error."""
     text = chargeback_table(report_of())
-    assert "Total USD" in text
+    assert "cost USD" in text and "Total" in text
     assert "≈" not in text
     assert json.loads(chargeback_json(report_of()))["lines"] == []
+
+
+def test_several_currencies_have_a_column() -> None:
+    """Which currency a cost is in is never left to guess."""
+    text = chargeback_table(report_of(hourly(), hourly(currency="EUR")))
+    assert "currency" in text
+    assert text.count("EUR") == 2 + 1  # line, total and the rounded total
+    assert text.count("USD") == 2 + 1
 
 
 def test_json_has_money_as_strings() -> None:
