@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from msgspec import Struct
-
 from backends import egress
 from backends.base import Backend
 from backends.settings import BackendKind, BackendSettings, EngineSettings
 from backends.wire import Normalise
+from telemetry import usage
 
 if TYPE_CHECKING:
     from backends.supervisor import Supervised
@@ -22,20 +21,13 @@ if TYPE_CHECKING:
 ENGINE_PROVIDER: Final = "meterline.engine"
 
 
-class Normalisers(Struct, frozen=True):
-    """How each family's `usage` object becomes buckets."""
-
-    openai: Normalise
-    engine: Normalise
+Factory = Callable[[BackendSettings, str | None], Backend]
 
 
-Factory = Callable[[BackendSettings, str | None, Normalisers], Backend]
-
-
-def build(settings: BackendSettings, api_key: str | None, normalisers: Normalisers) -> Backend:
+def build(settings: BackendSettings, api_key: str | None) -> Backend:
     """The backend of one `[[backends]]` table; `api_key` is the secret its reference resolves to.
     ValueError says what is wrong with the table."""
-    return _FACTORIES[settings.kind](settings, api_key, normalisers)
+    return _FACTORIES[settings.kind](settings, api_key)
 
 
 def provider_of(settings: BackendSettings) -> str:
@@ -43,9 +35,7 @@ def provider_of(settings: BackendSettings) -> str:
     return settings.provider or _PROVIDERS[settings.kind]
 
 
-def build_engine(
-    settings: EngineSettings, socket_path: Path, normalisers: Normalisers
-) -> "Supervised":
+def build_engine(settings: EngineSettings, socket_path: Path) -> "Supervised":
     """The backend of one `[[engines]]` table with its child process, not started yet: call
     `process.start()`."""
     from backends.supervisor import EngineProcess, Supervised
@@ -56,21 +46,21 @@ def build_engine(
         base_url=f"{egress.UNIX_SCHEME}{socket_path}",
         gpu=settings.gpu,
     )
-    return Supervised(_engine(described, None, normalisers), EngineProcess(settings, socket_path))
+    return Supervised(_engine(described, None), EngineProcess(settings, socket_path))
 
 
-def _openai(settings: BackendSettings, api_key: str | None, normalisers: Normalisers) -> Backend:
-    return _over_http(settings, api_key, normalisers.openai, is_engine=False)
+def _openai(settings: BackendSettings, api_key: str | None) -> Backend:
+    return _over_http(settings, api_key, usage.from_openai, is_engine=False)
 
 
-def _engine(settings: BackendSettings, api_key: str | None, normalisers: Normalisers) -> Backend:
-    return _over_http(settings, api_key, normalisers.engine, is_engine=True)
+def _engine(settings: BackendSettings, api_key: str | None) -> Backend:
+    return _over_http(settings, api_key, usage.from_engine, is_engine=True)
 
 
-def _scripted(settings: BackendSettings, _: str | None, normalisers: Normalisers) -> Backend:
+def _scripted(settings: BackendSettings, _: str | None) -> Backend:
     from backends.scripted import Scripted
 
-    return Scripted(settings, normalise=normalisers.openai)
+    return Scripted(settings, normalise=usage.from_openai)
 
 
 def _over_http(

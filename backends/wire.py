@@ -8,7 +8,7 @@ and a chunk is forwarded byte for byte. Nothing here is trusted to be well forme
 import logging
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, Struct
@@ -26,8 +26,7 @@ from backends.base import (
     Chunk,
     Whole,
 )
-from telemetry.record import Timings
-from telemetry.usage import Usage, UsageQuality, UsageSource
+from telemetry.usage import Normalised, UsageQuality, UsageSource
 
 _log = logging.getLogger(__name__)
 
@@ -42,23 +41,8 @@ DONE: Final = b"[DONE]"
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Cut(Protocol):
-    """A reported `usage` object, cut into disjoint buckets."""
-
-    @property
-    def usage(self) -> Usage: ...
-
-    @property
-    def quality(self) -> UsageQuality: ...
-
-    @property
-    def timings(self) -> Timings | None: ...
-
-
-class Normalise(Protocol):
-    """Cut a `usage` object, given as its JSON; None when it says nothing that can be counted."""
-
-    def __call__(self, usage: bytes, /) -> Cut | None: ...
+# Cut a `usage` object, given as its JSON; None when it says nothing that can be counted.
+Normalise = Callable[[bytes], Normalised | None]
 
 
 # --- requests ---------------------------------------------------------------------------------

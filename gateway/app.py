@@ -29,7 +29,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 import migrations
 from backends import registry
-from backends.registry import Normalisers
 from backends.supervisor import Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
@@ -43,7 +42,7 @@ from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.tenants import Tenants
-from telemetry import books, logs, usage
+from telemetry import books, logs
 from telemetry import metrics as metric
 from telemetry.books import BackendPrices
 from telemetry.clock import Clock, SystemClock
@@ -60,19 +59,6 @@ log = logging.getLogger(__name__)
 VERSION = version("meterline")
 FLUSH_S = 10.0  # for the ledger, at shutdown
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
-
-
-def _cut(normalise):
-    def cut(raw):
-        n = normalise(raw)
-        if n is None:
-            raise ValueError("no usage")
-        return n.usage, n.quality
-
-    return cut
-
-
-NORMALISERS = Normalisers(openai=_cut(usage.from_openai), engine=_cut(usage.from_engine))
 
 
 class StartupError(Exception):
@@ -177,14 +163,14 @@ async def _build(
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     engines: dict[str, Supervised] = {}
     for settings in config.engines:
-        child = registry.build_engine(settings, sockets / f"{settings.name}.sock", NORMALISERS)
+        child = registry.build_engine(settings, sockets / f"{settings.name}.sock")
         stack.push_async_callback(child.aclose)
         await child.process.start()
         engines[settings.name] = child
     runtimes = RuntimeHolder(
         config,
         engines=engines,
-        build=lambda settings, key: registry.build(settings, key, NORMALISERS),
+        build=registry.build,
         environment=environment,
         salt_key=ring.digest("cache-salt"),
         clock=clock,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from telemetry.reports.render import chargeback_csv, chargeback_json, chargeback_table
 
 from gateway.commands import BadInput
 from gateway.commands.books import OpenBooks, with_books
@@ -15,6 +14,7 @@ from gateway.commands.files import config_option
 from telemetry.reports.chargeback import Chargeback, GroupingInvalid, chargeback, dimensions
 from telemetry.reports.period import PeriodInvalid, parse_period
 from telemetry.reports.query import hourly_sums, pending_hours
+from telemetry.reports.render import chargeback_csv, chargeback_json, chargeback_table
 
 Form = Literal["table", "csv", "json"]
 
@@ -75,14 +75,13 @@ def chargeback_command(
 
     result = with_books(config, made)
     terminal = out is None and sys.stdout.isatty()
-    match form:
-        case "table":
-            width = shutil.get_terminal_size((120, 40)).columns
-            text = chargeback_table(result, width=width, color=terminal)
-        case "csv":
-            text = chargeback_csv(result)
-        case "json":
-            text = chargeback_json(result)
+    if form == "csv":
+        text = chargeback_csv(result)
+    elif form == "json":
+        text = chargeback_json(result)
+    else:
+        width = shutil.get_terminal_size((120, 40)).columns
+        text = chargeback_table(result, width=width, color=terminal)
     if out is None:
         click.echo(text, nl=False)
         return

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from backends.base import Backend, ChatRequest
-from backends.registry import Normalisers, build
+from backends.registry import build
 from backends.settings import BackendSettings, Script
 from tests.fakes.requests import ask, asking
 from tests.fakes.upstream import ScriptedServer, scripted_server
-from tests.fakes.usage import normalise
 
 ROUNDS = 5
 
@@ -31,7 +30,7 @@ def to(server: ScriptedServer) -> Backend:
     settings = BackendSettings(
         name="up", kind="openai", base_url=server.base_url, allow_private=True
     )
-    return build(settings, None, Normalisers(openai=normalise, engine=normalise))
+    return build(settings, None)
 
 
 async def calls(backend: Backend, request: ChatRequest) -> float:

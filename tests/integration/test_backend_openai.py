@@ -30,6 +30,7 @@ from backends.base import (
 from backends.openai_compat import OpenAICompatible
 from backends.settings import BackendSettings
 from telemetry.usage import Usage, UsageSource
+from telemetry.usage import from_openai as normalise
 from tests.fakes.requests import ask, asking, begin, final_of, text_of
 from tests.fakes.upstream import (
     CUT,
@@ -48,7 +49,6 @@ from tests.fakes.upstream import (
     piece,
     whole,
 )
-from tests.fakes.usage import normalise
 from tests.services import free_port
 
 KEY = "sk-canary-5f1d"

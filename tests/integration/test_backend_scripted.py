@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 
 from backends.base import Backend, BackendAuth, BackendRefused, BackendTruncated, Chunk
-from backends.registry import Normalisers, build
+from backends.registry import build
 from backends.scripted import read_books
 from backends.settings import BackendSettings, Script
 from telemetry.usage import Usage
 from tests.fakes.requests import ask, asking, begin, final_of, text_of
 from tests.fakes.upstream import GOOD, ScriptedServer, scripted_server, upstream_thread
-from tests.fakes.usage import normalise
 
 
 def backend_to(base_url: str, api_key: str | None = None) -> Backend:
     """The `openai` kind in front of it."""
     settings = BackendSettings(name="up", kind="openai", base_url=base_url, allow_private=True)
-    return build(settings, api_key, Normalisers(openai=normalise, engine=normalise))
+    return build(settings, api_key)
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,10 @@ import pytest
 
 from backends.base import BackendUnavailable, Timeouts
 from backends.openai_compat import OpenAICompatible
-from backends.registry import Normalisers, build
+from backends.registry import build
 from backends.settings import BackendSettings, EngineSettings
 from backends.supervisor import EngineProcess, Patience, Supervised, engine_command
 from tests.fakes.requests import ask, asking, text_of
-from tests.fakes.usage import normalise
 
 FAKE = str(Path(__file__).parents[1] / "fakes" / "engine_process.py")
 QUICK = Patience(
@@ -59,7 +58,7 @@ def supervised(process: EngineProcess) -> Supervised:
     settings = BackendSettings(
         name="small", kind="engine", base_url=f"unix://{process.socket_path}"
     )
-    backend = build(settings, None, Normalisers(openai=normalise, engine=normalise))
+    backend = build(settings, None)
     assert isinstance(backend, OpenAICompatible)
     return Supervised(backend, process)
 

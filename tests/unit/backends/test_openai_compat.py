@@ -20,8 +20,8 @@ from backends.base import (
 from backends.egress import HTTPX_OF_HTTPCORE, EgressRefused
 from backends.openai_compat import MEANING_OF_HTTPX, OpenAICompatible, mapping_httpx_errors
 from backends.settings import BackendSettings
+from telemetry.usage import from_openai as normalise
 from tests.fakes.requests import ask, asking
-from tests.fakes.usage import normalise
 
 
 def test_every_httpx_exception_is_mapped() -> None:

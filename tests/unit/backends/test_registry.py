@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from backends.openai_compat import OpenAICompatible
-from backends.registry import Normalisers, build, build_engine
+from backends.registry import build, build_engine
 from backends.scripted import Scripted
 from backends.settings import BackendSettings, EngineSettings, Script
 from tests.fakes.requests import ask, asking, final_of
-from tests.fakes.usage import normalise
-
-NORMALISERS = Normalisers(openai=normalise, engine=normalise)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +40,7 @@ NORMALISERS = Normalisers(openai=normalise, engine=normalise)
 )
 async def test_each_kind(settings: BackendSettings, kind: type, provider: str) -> None:
     """The kind decides the class, the table may name whose prices apply."""
-    backend = build(settings, "sk-1", NORMALISERS)
+    backend = build(settings, "sk-1")
     assert type(backend) is kind
     assert (backend.name, backend.provider) == ("a", provider)
     await backend.aclose()
@@ -53,19 +50,19 @@ async def test_each_kind(settings: BackendSettings, kind: type, provider: str) -
 def test_a_table_that_cannot_work(base_url: str | None) -> None:
     """The mistake is named when the backend is built, not at the first request."""
     with pytest.raises(ValueError, match="base_url"):
-        build(BackendSettings(name="a", kind="openai", base_url=base_url), None, NORMALISERS)
+        build(BackendSettings(name="a", kind="openai", base_url=base_url), None)
 
 
 async def test_a_scripted_backend_works_as_built() -> None:
     """Built from its table alone, it answers."""
-    backend = build(BackendSettings(name="a", kind="scripted"), None, NORMALISERS)
+    backend = build(BackendSettings(name="a", kind="scripted"), None)
     assert final_of(await ask(backend, asking())).finish_reasons == ("stop",)
     await backend.aclose()
 
 
 async def test_an_engine_is_built_with_its_process(tmp_path: Path) -> None:
     """Not started: who builds a runtime decides when."""
-    backend = build_engine(EngineSettings(name="small"), tmp_path / "e.sock", NORMALISERS)
+    backend = build_engine(EngineSettings(name="small"), tmp_path / "e.sock")
     assert (backend.name, backend.provider) == ("small", "meterline.engine")
     assert backend.process.state.phase == "starting"
     assert not await backend.is_ready()

@@ -25,9 +25,9 @@ from backends.base import (
 from backends.scripted import Books, Scripted, read_books
 from backends.settings import BackendSettings, Script
 from telemetry.usage import Usage, UsageSource
+from telemetry.usage import from_openai as normalise
 from tests.fakes.clock import FakeClock
 from tests.fakes.requests import ask, asking, begin, final_of, text_of
-from tests.fakes.usage import normalise
 
 
 def scripted(**script: Any) -> Scripted:

@@ -29,7 +29,7 @@ from backends.wire import (
 )
 from telemetry.record import DeviceTime, Timings
 from telemetry.usage import Usage, UsageSource
-from tests.fakes.usage import normalise
+from telemetry.usage import from_openai as normalise
 
 
 def asked(body: bytes, **changes: Any) -> ChatRequest:
