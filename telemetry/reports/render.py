@@ -34,14 +34,14 @@ def chargeback_table(report: Chargeback, *, width: int = 100, color: bool = Fals
     width = max(width, MIN_WIDTH)
     rows = [*report.lines, *report.totals]
     columns = _shown_columns(rows)
+    labels = [_labels(report, line) for line in report.lines]
     hidden: list[str] = []
     for name in _DISPENSABLE:
-        if _width(report, columns, _DECENT_LABEL) <= width:
+        if _width(report, columns, labels) <= width:
             break
         if any(column.title == name for column in columns):
             columns = [column for column in columns if column.title != name]
             hidden.append(name)
-    labels = [_labels(report, line) for line in report.lines]
     fair = _fair_label(report, columns, labels, width)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for dimension in report.by:
@@ -227,8 +227,21 @@ def _figures_width(report: Chargeback, columns: Sequence[_Column]) -> int:
     )
 
 
-def _width(report: Chargeback, columns: Sequence[_Column], label: int) -> int:
-    return _figures_width(report, columns) + (label + 2) * max(len(report.by), 1)
+def _widest(report: Chargeback, labels: list[list[str]]) -> list[int]:
+    """Cells that each dimension would like."""
+    return [
+        max(cell_len(dimension), _LEAST_LABEL, *(cell_len(row[place]) for row in labels), 0)
+        for place, dimension in enumerate(report.by)
+    ]
+
+
+def _width(report: Chargeback, columns: Sequence[_Column], labels: list[list[str]]) -> int:
+    """How wide the table is with names that can still be told apart."""
+    names = [
+        widest if dimension in TIMES else min(widest, _DECENT_LABEL)
+        for dimension, widest in zip(report.by, _widest(report, labels), strict=True)
+    ]
+    return _figures_width(report, columns) + sum(names) + 2 * max(len(names), 1)
 
 
 def _fair_label(
@@ -237,8 +250,7 @@ def _fair_label(
     """The longest that a label may be. Short columns leave their room to long ones."""
     room = width - _figures_width(report, columns) - 2 * max(len(report.by), 1)
     longest: list[int] = []
-    for place, dimension in enumerate(report.by):
-        widest = max(cell_len(dimension), 8, *(cell_len(row[place]) for row in labels), 0)
+    for dimension, widest in zip(report.by, _widest(report, labels), strict=True):
         if dimension in TIMES:
             room -= widest
         else:
@@ -273,9 +285,9 @@ def _notes(report: Chargeback, hidden: Sequence[str]) -> Iterable[str]:
     )
     yield "Input and output in tokens; per 1M: the cost per million tokens of both, rounded."
     for line in report.totals:
-        rounded = line.cost.quantize(Decimal("0.01"), rounding=ROUND_HALF_UP)
-        if rounded != line.cost:
-            yield f"Total ≈ {rounded:,} {line.currency}."
+        rounded = _rounded(line.cost, line.currency)
+        if rounded:
+            yield f"Total {rounded}."
     unpriced = sum(line.unpriced_lines for line in report.totals)
     if unpriced:
         yield (
