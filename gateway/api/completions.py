@@ -120,7 +120,7 @@ class _Sending:
 
 async def _read(
     gateway: Gateway,
-    raw: Sequence[tuple[bytes, bytes]],
+    raw: Iterable[tuple[bytes, bytes]],
     receive: Receive,
     surface: Surface,
     request_id: RequestId,

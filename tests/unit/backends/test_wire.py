@@ -28,7 +28,7 @@ from backends.wire import (
     upstream_body,
 )
 from telemetry.record import DeviceTime, Timings
-from telemetry.usage import Usage, UsageSource
+from telemetry.usage import Usage, UsageSource, from_engine
 from telemetry.usage import from_openai as normalise
 
 
@@ -51,7 +51,7 @@ def sent(body: bytes, *, is_engine: bool = False, **changes: Any) -> bytes:
 
 
 def reader(**changes: Any) -> AnswerReader:
-    """A reader over the fake normaliser."""
+    """A reader of OpenAI's family."""
     return AnswerReader(**{"backend": "b", "normalise": normalise, **changes})
 
 
@@ -313,7 +313,7 @@ METERED = {
 @pytest.mark.parametrize("source", [UsageSource.ENGINE, UsageSource.REPORTED])
 def test_times_are_taken_from_our_engine_only(source: UsageSource) -> None:
     """A stranger's `meterline` object is not believed."""
-    follow = reader(usage_source=source)
+    follow = reader(usage_source=source, normalise=from_engine)
     follow.chunk(chunk(choices=[choice(finish="stop")], usage=METERED))
     expected = Timings(
         queue_s=0.5,
