@@ -41,10 +41,23 @@ from backends.settings import EngineSettings
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: physical cores.")
 @click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
-def main(host: str, port: int, uds: Path | None, drain_s: float, **settings: object) -> None:
+@click.option(
+    "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
+)
+def main(
+    host: str,
+    port: int,
+    uds: Path | None,
+    drain_s: float,
+    exit_with_parent: bool,
+    **settings: object,
+) -> None:
     """Serve one model over the OpenAI API."""
     given = msgspec.convert(settings, EngineSettings)
-    sys.exit(serve(given, Listen(host=host, port=port, uds=uds), on_ready=_say, drain_s=drain_s))
+    listen = Listen(host=host, port=port, uds=uds)
+    sys.exit(
+        serve(given, listen, on_ready=_say, drain_s=drain_s, exit_with_parent=exit_with_parent)
+    )
 
 
 def _say(address: str) -> None:

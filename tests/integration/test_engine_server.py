@@ -379,3 +379,24 @@ def health(path: Path) -> tuple[int, str]:
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as http:
         response = http.get("http://engine/health")
     return response.status_code, response.json()["status"]
+
+
+def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """With --exit-with-parent, a parent killed with -9 takes the engine and its socket along."""
+    path = tmp_path / "e.sock"
+    model = tiny_llama(tmp_path / "tiny.gguf")
+    arguments = ["--uds", str(path), "--model", str(model), "--exit-with-parent"]
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'backends.engine', *sys.argv[1:]])"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=Path(__file__).parents[2]
+    )
+    assert health(path)[0] in (200, 503)
+    parent.kill()
+    parent.wait(10)
+    deadline = time.monotonic() + 60
+    while path.exists():
+        assert time.monotonic() < deadline, "the engine outlived its parent"
+        time.sleep(0.05)

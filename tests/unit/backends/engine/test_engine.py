@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from typing_extensions import override
 
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import ModelMissing, NotReady, Overloaded
@@ -21,6 +22,7 @@ from backends.engine.types import (
     Output,
     Row,
     Runner,
+    StepResult,
     TokenChoice,
 )
 from telemetry.clock import SystemClock
@@ -197,7 +199,8 @@ async def test_a_step_that_raises_fails_only_its_culprit(words: Tokenizer) -> No
     """When the device raises for a batch, rows are repeated alone and the engine lives."""
 
     class Broken(FakeRunner):
-        def run(self, rows):  # type: ignore[no-untyped-def]  # as its parent
+        @override
+        def run(self, rows: Sequence[Row]) -> StepResult:
             if any(row.sequence.job.request.seed == 13 for row in rows):
                 raise RuntimeError("device fault")
             return super().run(rows)
