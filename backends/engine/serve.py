@@ -27,7 +27,7 @@ from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard
 from backends.engine.types import Runner
-from backends.engine.weights import open_weights
+from backends.engine.weights import BUNDLED_NAME, open_weights
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings
 from telemetry.clock import Clock, SystemClock
@@ -93,7 +93,7 @@ def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = 
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
     )
-    name = settings.model if Path(settings.model).suffix == "" else Path(settings.model).stem
+    name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
         name=name,
         fingerprint=f"fp_{file.header_digest[:12]}",

@@ -21,7 +21,7 @@ def chi_square(counts: Counter[int], expected: torch.Tensor) -> float:
     """Pearson's statistic over the tokens that can occur; tokens that cannot must not."""
     draws = sum(counts.values())
     assert all(expected[token] > 0 for token in counts)
-    return sum(
+    return math.fsum(
         (counts[token] - draws * p) ** 2 / (draws * p)
         for token, p in enumerate(expected.tolist())
         if draws * p >= 1
