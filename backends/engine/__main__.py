@@ -54,7 +54,11 @@ def main(
     **settings: object,
 ) -> None:
     """Serve one model over the OpenAI API."""
-    given = msgspec.convert(settings, EngineSettings)
+    try:
+        given = msgspec.convert(settings, EngineSettings)
+    except msgspec.ValidationError as error:
+        sys.stderr.write(f"meterline engine: {error}\n")
+        sys.exit(2)
     status = serve(
         given,
         Listen(host=host, port=port, uds=uds),

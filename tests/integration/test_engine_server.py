@@ -303,6 +303,11 @@ def test_a_taken_port_is_one_line(url: str) -> None:
     assert f"127.0.0.1:{port} cannot be used: in use" in refused("--port", port)
 
 
+def test_a_name_that_routes_could_not_use_is_one_line() -> None:
+    """A value that the settings type forbids names its field."""
+    assert "`$.name`" in refused("--name", "Bad Name")
+
+
 def test_a_missing_or_damaged_model_is_one_line(tmp_path: Path) -> None:
     """A path that is not there, a file that is none, a truncated one and one with a hole."""
     assert "no such model file" in refused("--model", str(tmp_path / "no.gguf"))
