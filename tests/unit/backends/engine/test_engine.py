@@ -110,6 +110,22 @@ async def test_a_stop_string_cuts_and_ends(words: Tokenizer) -> None:
     assert [o.finish for o in news if isinstance(o, Delta)][-1] is FinishReason.STOP
 
 
+@pytest.mark.parametrize(
+    ("stop", "shown"), [((), "aé12"), (("1",), "aé"), (("2",), "aé1"), (("12",), "aé")]
+)
+async def test_logprobs_go_with_the_text_that_is_sent(
+    words: Tokenizer, stop: tuple[str, ...], shown: str
+) -> None:
+    """A token that a stop string cuts off is not in the logprobs either; half characters are."""
+    spelled = spell(words, "aé12")
+    runner = FakeRunner(lambda row: TokenChoice(spelled(row).token, -0.5))
+    async with running(words, runner) as engine:
+        news = await outputs(engine.submit(request(words, stop=stop)))
+    tokens = [c.token for output in news if isinstance(output, Delta) for c in output.choices]
+    assert text_of(news) == shown
+    assert b"".join(map(words.token_bytes, tokens)).decode() == shown
+
+
 async def test_held_text_comes_out_at_the_limit(words: Tokenizer) -> None:
     """What looked like the start of a stop string is sent when max_tokens ends the text."""
     async with running(words, FakeRunner(spell(words, "abcd"))) as engine:
