@@ -140,7 +140,7 @@ async def _read(
         surface=surface,
         body=body,
         fault=fault,
-        headers=raw,
+        headers=tuple(raw),
         presence=Presence(),
         traceparent=_text(headers, b"traceparent"),
         client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),
