@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from litestar import asgi
