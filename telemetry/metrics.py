@@ -452,8 +452,9 @@ ENGINE_REQUESTS = _counter(
 ENGINE_TOKENS = _counter(
     "meterline_engine_tokens_total",
     "tokens",
-    "Tokens computed: prefill is prompt tokens, decode is generated ones.",
-    *(MODEL, Label("phase", values=("prefill", "decode"))),
+    "Tokens computed: prefill is prompt tokens, decode is generated ones, recompute what had been "
+    "computed before a preemption.",
+    *(MODEL, Label("phase", values=("prefill", "decode", "recompute"))),
 )
 ENGINE_BATCH_SIZE = _histogram(
     "meterline_engine_batch_size",
@@ -482,10 +483,22 @@ ENGINE_PREEMPTIONS = _counter(
     "Sequences that lost their KV blocks to others and were computed again.",
     MODEL,
 )
+ENGINE_PREFIX_QUERIES = _counter(
+    "meterline_engine_prefix_cache_queries_tokens_total",
+    "tokens",
+    "Prompt tokens whose keys and values were looked up, once per prompt.",
+    MODEL,
+)
+ENGINE_PREFIX_HITS = _counter(
+    "meterline_engine_prefix_cache_hits_tokens_total",
+    "tokens",
+    "Prompt tokens that an earlier request of the same tenant had computed.",
+    MODEL,
+)
 ENGINE: tuple[Metric, ...] = (
     *(ENGINE_STEP_SECONDS, ENGINE_CHARGED_SECONDS, ENGINE_TOKENS, ENGINE_REQUESTS),
     *(ENGINE_BATCH_SIZE, ENGINE_RUNNING, ENGINE_WAITING, ENGINE_WAITING_TOKENS),
-    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS),
+    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS, ENGINE_PREFIX_QUERIES, ENGINE_PREFIX_HITS),
 )
 
 REGISTRY: Mapping[str, Metric] = {metric.name: metric for metric in (*GATEWAY, *ENGINE)}

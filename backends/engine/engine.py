@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from backends.engine.account import CostModel, StepClock, calibrate, charge, wall_phase
 from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed
-from backends.engine.kv import BlockPool, blocks_for
+from backends.engine.kv import BlockPool, blocks_for, chain_root
 from backends.engine.scheduler import Scheduler
 from backends.engine.seeds import lane_seed
 from backends.engine.spans import Emit, phase_spans
@@ -72,6 +72,8 @@ class Stats:
         self.batch_sizes = [0] * (len(BATCH_BUCKETS) + 1)
         self.batch_size_sum = 0
         self.preemptions = 0
+        self.prefix_queried = 0  # prompt tokens looked up in the cache, once per prompt
+        self.prefix_hit = 0
         self.jobs: Counter[str] = Counter()  # by how they ended
 
 
@@ -138,6 +140,7 @@ class Engine:
         max_batch_size: int = 16,
         max_batch_tokens: int = 512,
         max_jobs: int = 1024,
+        prefix_cache: bool = True,
     ) -> None:
         self._load = load
         self._tokenizer = tokenizer
@@ -146,6 +149,7 @@ class Engine:
         self._max_batch_size = max_batch_size
         self._max_batch_tokens = max_batch_tokens
         self._max_jobs = max_jobs
+        self._prefix_cache = prefix_cache
         self._epoch_ns = clock.now_ns() - clock.monotonic_ns()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
@@ -332,8 +336,20 @@ class Engine:
         work()
         return max(1, self._clock.monotonic_ns() - started_ns) / 1e9
 
-    def choice(self, job: Job, index: int, prompt: Sequence[int], *, max_tokens: int) -> Choice:
+    def choice(
+        self,
+        job: Job,
+        index: int,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        leader: Choice | None = None,
+    ) -> Choice:
         request = job.request
+        root = None
+        if self.facts is not None and self._prefix_cache:
+            # The weights of this process never change: epoch 0.
+            root = chain_root(model=self.facts.identity, epoch=0, salt=request.cache_salt)
         return Choice(
             job,
             index,
@@ -343,6 +359,8 @@ class Engine:
             seed=lane_seed(request.seed, index),
             decoder=self._tokenizer.decoder(),
             stops=StopMatcher(request.stop),
+            root=root,
+            leader=leader,
         )
 
     def is_end(self, token: int) -> bool:
@@ -401,8 +419,13 @@ class _StepLoop:
         request = job.request
         for index in range(len(request.prompts) * request.n):
             prompt = index // request.n
+            leader = job.sequences[prompt * request.n] if index % request.n else None
             choice = self._engine.choice(
-                job, index, request.prompts[prompt], max_tokens=request.max_tokens[prompt]
+                job,
+                index,
+                request.prompts[prompt],
+                max_tokens=request.max_tokens[prompt],
+                leader=leader,
             )
             job.sequences.append(choice)
         job.open_choices = len(job.sequences)
@@ -433,6 +456,11 @@ class _StepLoop:
         for choice in plan.admitted:
             clocks = choice.job.clocks
             clocks.admitted_ns = clocks.admitted_ns or self._engine.now_ns()
+            if choice.high_water == 0 and choice.leader is None and choice.root is not None:
+                self._engine.stats.prefix_queried += choice.n_prompt
+                self._engine.stats.prefix_hit += choice.cached_tokens
+        if plan.copies:
+            self._runner.copy_blocks(plan.copies)
         result = self._run(plan.rows)
         self._step += 1
         step_us = self._engine.step_clock.mark(wall_phase(plan.rows))
@@ -480,8 +508,10 @@ class _StepLoop:
         sequence = row.sequence
         if sequence.job.job_id not in self._jobs:
             return  # another choice of the same job failed in this step
-        sequence.n_computed = row.context
-        sequence.high_water = max(sequence.high_water, row.context)
+        if isinstance(choice, Exception):
+            self._scheduler.distrust(sequence)
+        else:
+            self._scheduler.computed(sequence, row.context)
         match choice:
             case TokenChoice():
                 self._accept(sequence, choice)
@@ -542,11 +572,17 @@ class _StepLoop:
         self._engine.post_outputs(outputs)
 
 
+def cached_tokens(job: Job) -> int:
+    """A prompt is counted once, however many choices continue it."""
+    return sum(sequence.cached_tokens for sequence in job.sequences[:: job.request.n])
+
+
 def _usage(job: Job) -> JobUsage:
     clocks: Clocks = job.clocks
     return JobUsage(
         prompt_tokens=sum(len(prompt) for prompt in job.request.prompts),
         completion_tokens=sum(sequence.n_output for sequence in job.sequences),
+        cached_tokens=cached_tokens(job),
         queue_s=(clocks.admitted_ns - clocks.arrived_ns) / 1e9,
         prefill_s=(clocks.first_token_ns - clocks.admitted_ns) / 1e9,
         decode_s=(clocks.last_token_ns - clocks.first_token_ns) / 1e9,

@@ -58,13 +58,17 @@ class EngineMetrics(Collector):
             label="ending",
         )
         yield self._batch_size()
-        preemptions = CounterMetricFamily(
-            "meterline_engine_preemptions",
+        yield self._plain(
+            "preemptions",
             "Sequences that gave their blocks back and were computed again.",
-            labels=["model"],
+            stats.preemptions,
         )
-        preemptions.add_metric([self._model], stats.preemptions)
-        yield preemptions
+        yield self._plain(
+            "prefix_cache_queries_tokens", "Prompt tokens looked up.", stats.prefix_queried
+        )
+        yield self._plain(
+            "prefix_cache_hits_tokens", "Prompt tokens found, not computed.", stats.prefix_hit
+        )
         pool = engine.pool
         yield self._gauge("running_requests", "Sequences in the running batch.", engine.running)
         yield self._gauge("waiting_requests", "Sequences that wait for a place.", engine.waiting)
@@ -83,6 +87,11 @@ class EngineMetrics(Collector):
         family = CounterMetricFamily(name, text, labels=["model", label])
         for phase, value in values.items():
             family.add_metric([self._model, phase], value)
+        return family
+
+    def _plain(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"meterline_engine_{name}", text, labels=["model"])
+        family.add_metric([self._model], value)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -69,6 +69,12 @@ class Model:
         exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
         self._frequencies = 1.0 / shape.rope_base**exponent  # (D / 2,)
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Keys and values of all layers."""
+        for pool in (self._keys, self._values):
+            blocks = pool.view(*pool.shape[:2], -1, BLOCK_TOKENS, self.shape.head_dim)
+            blocks[:, :, target] = blocks[:, :, source]
+
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Compute the rows' new tokens into the pool; (rows that need a token, V) fp32."""

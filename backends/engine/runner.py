@@ -23,7 +23,12 @@ class CpuRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         self._model = Model(file, kv_blocks=kv_blocks)
-        self.facts = _facts(self._model.shape, kv_blocks)
+        self.facts = _facts(file, self._model.shape, kv_blocks)
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._model.copy_block(source, target)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> StepResult:
@@ -47,8 +52,9 @@ def _sampled(logits: torch.Tensor, row: Row) -> TokenChoice | Exception:
         return error  # this sequence fails; its neighbours do not
 
 
-def _facts(shape: ModelShape, kv_blocks: int) -> ModelFacts:
+def _facts(file: GgufFile, shape: ModelShape, kv_blocks: int) -> ModelFacts:
     return ModelFacts(
+        identity=f"{file.header_digest}/float32/kv-float32",
         body_params=shape.body_params,
         head_params=shape.head_params,
         weight_bytes=4,

@@ -5,6 +5,9 @@ Rules, in this order:
 2. Running prompts go on in chunks, within what is left of the token budget.
 3. Newcomers join, by (priority, arrival), if their whole remaining text plus headroom fits in
    free blocks: a half-admitted sequence would hold blocks and wait for others that do the same.
+   They begin after what the pool still knows of their text, and always compute one token at
+   least, because the next one is sampled from it. Further choices of a prompt wait until the
+   first has computed it, share its full blocks and copy the last, partial one.
 When a decode needs a block and none is free, the sequence that comes last by (priority, arrival)
 gives its blocks back and computes its text again later. The first one is never a victim and a
 sequence larger than the pool is never accepted, so somebody always advances.
@@ -14,7 +17,7 @@ from bisect import insort
 
 from msgspec import Struct
 
-from backends.engine.kv import BlockPool, blocks_for
+from backends.engine.kv import BLOCK_TOKENS, BlockPool, blocks_for, extend_chain
 from backends.engine.types import Row, Sequence
 
 
@@ -22,6 +25,7 @@ class Plan(Struct, frozen=True):
     rows: list[Row]
     admitted: list[Sequence]
     preempted: list[Sequence]
+    copies: list[tuple[int, int]]  # blocks to copy before the rows are computed: (from, to)
 
 
 class Scheduler:
@@ -33,6 +37,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by _rank
         self._max_batch_size = max_batch_size
         self._max_batch_tokens = max_batch_tokens
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def waiting_tokens(self) -> int:
@@ -50,9 +55,29 @@ class Scheduler:
                 queue.remove(sequence)
         self.pool.release(sequence.blocks)
 
+    def computed(self, sequence: Sequence, n_computed: int) -> None:
+        """A step is over: `tokens[:n_computed]` are in its blocks. Those that are full can be
+        found from now on."""
+        sequence.n_computed = n_computed
+        sequence.high_water = max(sequence.high_water, n_computed)
+        full = n_computed // BLOCK_TOKENS
+        if sequence.root is None or full <= sequence.n_published:
+            return
+        extend_chain(sequence.keys, sequence.root, sequence.tokens, full)
+        for number in range(sequence.n_published, full):
+            begin = number * BLOCK_TOKENS
+            text = sequence.tokens[begin : begin + BLOCK_TOKENS]
+            self.pool.publish(sequence.blocks[number], sequence.keys[number], text)
+        sequence.n_published = full
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Its numbers went wrong: nobody else may build on them."""
+        self.pool.distrust(sequence.blocks)
+
     def plan(self) -> Plan:
         """The next step. No rows: there is nothing to do."""
         preempted: list[Sequence] = []
+        self._copies = []
         rows = self._decodes(preempted)
         budget = self._max_batch_tokens - len(rows)
         # While others decode, a prompt takes a quarter of the budget per step, so that the time
@@ -67,7 +92,7 @@ class Scheduler:
         for sequence in admitted:
             rows.append(_chunk(sequence, budget))
             budget -= rows[-1].count
-        return Plan(rows, admitted, preempted)
+        return Plan(rows, admitted, preempted, self._copies)
 
     def _decodes(self, preempted: list[Sequence]) -> list[Row]:
         rows = []
@@ -94,26 +119,64 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
         self.pool.release(victim.blocks)
-        victim.n_computed = 0
+        victim.n_computed = victim.n_published = 0
         victim.job.preemptions += 1
         insort(self.waiting, victim, key=_rank)
 
     def _admissions(self, budget: int) -> list[Sequence]:
         admitted: list[Sequence] = []
-        while self.waiting and budget > 0 and len(self.running) < self._max_batch_size:
-            sequence = self.waiting[0]
-            needed = blocks_for(len(sequence.tokens) + 1)
-            # One block for each that runs, so that nobody is thrown out at the next boundary.
-            if needed + len(self.running) > self.pool.free:
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self._max_batch_size:
+                break
+            leader = sequence.leader
+            if leader is not None and leader.blocks and leader.n_computed < leader.n_prompt:
+                continue  # soon it can be forked
+            if not self._place(sequence):
                 break  # strictly in order: a smaller one behind it would starve it
-            blocks = self.pool.allocate(needed)
-            assert blocks is not None, "free blocks were counted a line ago"
-            sequence.blocks = blocks
-            del self.waiting[0]
+            self.waiting.remove(sequence)
             insort(self.running, sequence, key=_rank)
             admitted.append(sequence)
             budget -= min(budget, sequence.n_pending)
         return admitted
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Give it blocks for its whole text and one token more, or none."""
+        known, partial = self._known(sequence)
+        more = blocks_for(len(sequence.tokens) + 1) - len(known)
+        # One block for each that runs, so that nobody is thrown out at the next boundary.
+        if more + len(self.running) > self.pool.free:
+            self.pool.release(known)
+            return False
+        is_new = sequence.high_water == 0
+        sequence.n_computed = len(known) * BLOCK_TOKENS
+        sequence.n_published = len(known) if sequence.root is not None else 0
+        blocks = self.pool.allocate(more, after=known[-1] if known else None)
+        assert blocks is not None, "free blocks were counted a line ago"
+        if partial is not None:
+            self._copies.append((partial, blocks[0]))
+            sequence.n_computed = sequence.n_prompt - 1
+        elif is_new:
+            sequence.cached_tokens = sequence.n_computed
+        sequence.blocks = known + blocks
+        return True
+
+    def _known(self, sequence: Sequence) -> tuple[list[int], int | None]:
+        """Blocks that it can take over, now shared with it, and a block whose first tokens are
+        its own too. One token at least is left to compute."""
+        leader = sequence.leader
+        last = sequence.n_prompt - 1
+        if leader is not None and leader.blocks and sequence.high_water == 0:
+            full = last // BLOCK_TOKENS
+            shared = leader.blocks[:full]
+            self.pool.share(shared)
+            if sequence.root is not None:
+                extend_chain(sequence.keys, sequence.root, sequence.tokens, full)
+            return shared, leader.blocks[full] if last % BLOCK_TOKENS else None
+        if sequence.root is None:
+            return [], None
+        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
+        extend_chain(sequence.keys, sequence.root, sequence.tokens, full)
+        return self.pool.match(sequence.keys[:full], sequence.tokens), None
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
@@ -121,4 +184,8 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 
 def _chunk(sequence: Sequence, budget: int) -> Row:
-    return Row(sequence, sequence.n_computed, min(budget, sequence.n_pending))
+    """What is computed again and what is new are never in one row: they are charged apart."""
+    count = min(budget, sequence.n_pending)
+    if sequence.n_computed < sequence.high_water:
+        count = min(count, sequence.high_water - sequence.n_computed)
+    return Row(sequence, sequence.n_computed, count)

@@ -48,7 +48,9 @@ def phase_spans(job: Job) -> list[PhaseSpan]:
                 {
                     "gen_ai.usage.input_tokens": _prompt_tokens(job),
                     "meterline.device_us": charged.get("prefill", 0) + charged.get("recompute", 0),
-                    "meterline.cached_tokens": 0,
+                    "meterline.cached_tokens": sum(
+                        s.cached_tokens for s in job.sequences[:: job.request.n]
+                    ),
                     "meterline.preemptions": job.preemptions,
                 },
             )

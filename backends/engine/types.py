@@ -57,6 +57,7 @@ class JobRequest(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     seed: int = 0
     priority: int = 0  # lower first, as in vLLM
+    cache_salt: str | None = None  # whose cached prefixes it may find, and who may find its own
     traceparent: str | None = None
     model: str = ""
 
@@ -143,11 +144,15 @@ class Sequence:
     """One choice being generated.
 
     `tokens[:n_computed]` have their keys and values in `blocks`. `high_water` is the most that
-    was ever computed: what is computed again below it, after a preemption, is "recompute"."""
+    was ever computed: what is computed again below it, after a preemption, is "recompute".
+    `keys` name its full blocks (see `kv`), the first `n_published` of which others can find.
+    `leader` is the choice of the same prompt whose blocks this one forks, instead of computing
+    the prompt again."""
 
     __slots__ = (
-        "arrival", "blocks", "counts", "decoder", "draws", "entries", "high_water", "index", "job",
-        "max_tokens", "n_computed", "n_prompt", "seed", "seen", "stops", "tokens",
+        "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries",
+        "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed", "n_prompt",
+        "n_published", "root", "seed", "seen", "stops", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -161,6 +166,8 @@ class Sequence:
         seed: int,
         decoder: TextDecoder,
         stops: StopMatcher,
+        root: bytes | None = None,
+        leader: "Sequence | None" = None,
     ) -> None:
         self.job = job
         self.index = index
@@ -170,6 +177,11 @@ class Sequence:
         self.n_computed = 0
         self.high_water = 0
         self.blocks: list[int] = []
+        self.root = root  # None: finds nothing and is not found
+        self.keys: list[bytes] = []
+        self.n_published = 0
+        self.leader = leader
+        self.cached_tokens = 0  # of the prompt, found when it was first admitted
         self.max_tokens = max_tokens
         self.seed = seed
         self.draws = 0
@@ -242,7 +254,10 @@ class StepResult(Struct, frozen=True):
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What the cost model and the limits need to know of a loaded model."""
+    """What the cost model and the limits need to know of a loaded model. `identity` names all that
+    keys and values depend on beside the text: weights, their format, that of the pool."""
+
+    identity: str
 
     body_params: int
     head_params: int
@@ -259,6 +274,10 @@ class Runner(Protocol):
     """The device side. Used by the engine thread alone."""
 
     facts: ModelFacts
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy keys and values between blocks of the pool: (from, to)."""
+        ...
 
     def run(self, rows: SequenceOf[Row]) -> StepResult:
         """Compute the rows and sample where due. Raises whatever the device raises."""
@@ -279,6 +298,7 @@ class JobUsage(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
     queue_s: float
     prefill_s: float
     decode_s: float

@@ -102,6 +102,24 @@ async def test_charges_of_all_jobs_are_the_time_of_all_steps(words: Tokenizer) -
     assert sum(engine.step_clock.by_phase_us.values()) == engine.step_clock.wall_us
 
 
+async def test_a_prompt_is_found_again_by_its_tenant_only(words: Tokenizer) -> None:
+    """The same prompt of the same tenant reports cached tokens and costs no second prefill; of
+    another tenant, none. What was looked up is counted once per prompt, choices or not."""
+    prompt = tuple(range(5, 205))
+    runner = FakeRunner(spell(words, "ok"), kv_blocks=16)
+    async with running(words, runner) as engine:
+        cached = []
+        for salt in ("ada", "ada", "bob"):
+            asked = request(words, prompts=(prompt,), cache_salt=salt, n=2)
+            done = (await outputs(engine.submit(asked)))[-1]
+            assert isinstance(done, Done)
+            assert done.usage.prompt_tokens == 200
+            cached.append(done.usage.cached_tokens)
+        assert cached == [0, 192, 0]
+        assert (engine.stats.prefix_queried, engine.stats.prefix_hit) == (600, 192)
+    assert len(runner.copies) == 3
+
+
 async def test_a_stop_string_cuts_and_ends(words: Tokenizer) -> None:
     """The text ends before the stop string, also when its tokens arrive one by one."""
     async with running(words, FakeRunner(spell(words, "one two three"))) as engine:
