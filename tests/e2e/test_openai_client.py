@@ -286,7 +286,7 @@ def test_chargeback_is_the_sum_of_the_stories(served: Served) -> None:
     for name in ("ada", "bob", "eve"):
         assert served.run("tenant", "create", name).returncode == 0
         made = served.run("key", "create", name, "--format", "json")
-        keys.append(json.loads(made.stdout)["secret"])
+        keys.append(json.loads(made.stdout)["key"])
     ids: dict[str, list[str]] = {key: [] for key in keys}
     for number in range(50):
         key = keys[number % 3]
