@@ -223,11 +223,13 @@ class Sequence:
 
 
 class Row(Struct, frozen=True):
-    """What one sequence computes in one step: `tokens[start : start + count]`."""
+    """What one sequence computes in one step: `tokens[start : start + count]`. The last ones may
+    be `drafts`: guesses at what follows its known tokens, checked in the same step."""
 
     sequence: Sequence
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def context(self) -> int:
@@ -236,7 +238,17 @@ class Row(Struct, frozen=True):
     @property
     def needs_token(self) -> bool:
         """Whether the last computed token is the last known one, so that the next is sampled."""
-        return self.context == len(self.sequence.tokens)
+        return self.context - len(self.drafts) == len(self.sequence.tokens)
+
+    @property
+    def tokens(self) -> SequenceOf[int]:
+        known = self.sequence.tokens[self.start : self.context]
+        return [*known, *self.drafts] if self.drafts else known
+
+    @property
+    def logits_rows(self) -> int:
+        """Of the last computed tokens: one more than there are drafts."""
+        return 1 + len(self.drafts) if self.needs_token else 0
 
     @property
     def phase(self) -> str:
