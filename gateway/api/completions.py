@@ -120,7 +120,7 @@ class _Sending:
 
 async def _read(
     gateway: Gateway,
-    raw: Iterable[tuple[bytes, bytes]],
+    raw: Sequence[tuple[bytes, bytes]],
     receive: Receive,
     surface: Surface,
     request_id: RequestId,
