@@ -4,6 +4,7 @@ Also the command behind `meterline engine serve`, and what the gateway starts as
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -18,7 +19,7 @@ from backends.settings import EngineSettings
     epilog="Example: meterline engine serve --model smollm2-135m-instruct --port 8090",
     context_settings={"show_default": True},
 )
-@click.option("--name", default="engine", help="Name of this engine in messages and metrics.")
+@click.option("--name", default="engine", help="Name of this engine, as routes know it.")
 @click.option(
     "--model", default="smollm2-135m-instruct", help="The bundled model, or a GGUF file's path."
 )
@@ -41,14 +42,35 @@ from backends.settings import EngineSettings
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: physical cores.")
 @click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
-def main(host: str, port: int, uds: Path | None, drain_s: float, **settings: object) -> None:
+@click.option(
+    "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
+)
+def main(
+    host: str,
+    port: int,
+    uds: Path | None,
+    drain_s: float,
+    exit_with_parent: bool,
+    **settings: object,
+) -> None:
     """Serve one model over the OpenAI API."""
-    given = msgspec.convert(settings, EngineSettings)
-    sys.exit(serve(given, Listen(host=host, port=port, uds=uds), on_ready=_say, drain_s=drain_s))
+    try:
+        given = msgspec.convert(settings, EngineSettings)
+    except msgspec.ValidationError as error:
+        sys.stderr.write(f"meterline engine: {error}\n")
+        sys.exit(2)
+    status = serve(
+        given,
+        Listen(host=host, port=port, uds=uds),
+        on_ready=partial(_say, given.name),
+        drain_s=drain_s,
+        exit_with_parent=exit_with_parent,
+    )
+    sys.exit(status)
 
 
-def _say(address: str) -> None:
-    sys.stderr.write(f"meterline engine: ready at {address}\n")
+def _say(name: str, address: str) -> None:
+    sys.stderr.write(f"meterline engine: {name} is ready at {address}\n")
     sys.stderr.flush()
 
 

@@ -247,7 +247,7 @@ class Engine:
             self.failure = error
             self.state = State.FAILED
             self._post(self._settled.set)
-            self._post(self._ended.set)
+            self._refuse_queued()
             return
         self.facts = runner.facts
         self._scheduler = Scheduler(
@@ -268,6 +268,15 @@ class Engine:
             self.failure = error
             self.state = State.FAILED
             loop.abort("the engine failed")
+        self._refuse_queued()
+
+    def _refuse_queued(self) -> None:
+        """The thread is over: what was accepted and not yet taken still gets its end."""
+        with suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if isinstance(command, _Add):
+                    self.post_outputs([(command.stream, [Failed("the engine has ended")])])
         self._post(self._ended.set)
 
     def _take_commands(self, loop: "_StepLoop") -> bool:

@@ -120,11 +120,7 @@ class GgufFile:
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Array:
         """Dequantised to fp32. `shape`, where given, is what the model needs."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise WeightsInvalid(self.path, "missing", tensor=name)
-        if shape is not None and info.shape != shape:
-            raise WeightsInvalid(self.path, f"shape {info.shape}, not {shape}", tensor=name)
+        info = self._needed(name, shape)
         raw = np.frombuffer(self._map, np.uint8, info.nbytes, info.start)
         with np.errstate(all="ignore"):
             values = _BY_NAME[info.kind].decode(raw).reshape(info.shape)
@@ -132,6 +128,22 @@ class GgufFile:
         if not np.isfinite(values.sum(dtype=np.float64)):
             raise WeightsInvalid(self.path, "holds values that are not finite", tensor=name)
         return values
+
+    def rows(self, name: str, shape: tuple[int, int]) -> Callable[[Sequence[int]], Array]:
+        """Rows of a matrix, dequantised when asked for: an embedding stays as small as its file.
+        Its values are those of `tensor`, which also checks them."""
+        info = self._needed(name, shape)
+        raw = np.frombuffer(self._map, np.uint8, info.nbytes, info.start).reshape(shape[0], -1)
+        decode = _BY_NAME[info.kind].decode
+        return lambda numbers: decode(raw[list(numbers)].reshape(-1)).reshape(-1, shape[1])
+
+    def _needed(self, name: str, shape: tuple[int, ...] | None) -> TensorInfo:
+        info = self.tensors.get(name)
+        if info is None:
+            raise WeightsInvalid(self.path, "missing", tensor=name)
+        if shape is not None and info.shape != shape:
+            raise WeightsInvalid(self.path, f"shape {info.shape}, not {shape}", tensor=name)
+        return info
 
 
 class _Reader:

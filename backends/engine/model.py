@@ -56,14 +56,13 @@ class Model:
 
     def __init__(self, file: GgufFile, *, kv_blocks: int) -> None:
         self.shape = shape = read_shape(file)
-        embedding = file.tensor("token_embd.weight", (shape.vocab, shape.hidden))
-        self._embedding = torch.from_numpy(embedding)
+        table = (shape.vocab, shape.hidden)
+        self._embedding = file.rows("token_embd.weight", table)
         self._layers = [_layer(file, shape, number) for number in range(shape.layers)]
         self._norm = torch.from_numpy(file.tensor("output_norm.weight", (shape.hidden,)))
         is_tied = "output.weight" not in file.tensors
-        self._head = _Linear(
-            embedding if is_tied else file.tensor("output.weight", (shape.vocab, shape.hidden))
-        )
+        head = "token_embd.weight" if is_tied else "output.weight"
+        self._head = _Linear(file.tensor(head, table))
         size = (shape.layers, shape.kv_heads, kv_blocks * BLOCK_TOKENS, shape.head_dim)
         # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
         self._keys, self._values = torch.empty(size), torch.empty(size)
@@ -79,7 +78,7 @@ class Model:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # (T, 1, D / 2)
         slots = attention.write_slots(rows)
         segments = attention.segments(rows)
-        x = self._embedding[torch.tensor(tokens)]  # (T, hidden)
+        x = torch.from_numpy(self._embedding(tokens))  # (T, hidden)
         for number, layer in enumerate(self._layers):
             x = x + self._attention(number, layer, x, cos, sin, slots, segments)
             x = x + self._feed_forward(layer, x)

@@ -27,12 +27,13 @@ from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard
 from backends.engine.types import Runner
-from backends.engine.weights import open_weights
+from backends.engine.weights import BUNDLED_NAME, open_weights
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings
 from telemetry.clock import Clock, SystemClock
 
 DRAIN_S = 30.0
+_PARENT_POLL_S = 0.25
 
 
 class Listen(Struct, frozen=True, kw_only=True):
@@ -92,7 +93,7 @@ def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = 
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
     )
-    name = settings.model if Path(settings.model).suffix == "" else Path(settings.model).stem
+    name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
         name=name,
         fingerprint=f"fp_{file.header_digest[:12]}",
@@ -110,9 +111,13 @@ def serve(
     emit: Emit = discard,
     on_ready: Callable[[str], None] | None = None,
     drain_s: float = DRAIN_S,
+    exit_with_parent: bool = False,
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. `on_ready` gets the address, once the model
-    is loaded and the next request will be answered."""
+    is loaded and the next request will be answered. With `exit_with_parent` it also ends, at once,
+    when the process that started it is gone: an engine left behind by a killed gateway would keep
+    the socket."""
+    parent = os.getppid() if exit_with_parent else None
     prepare_environment(os.environ)
     try:
         built = build(settings, emit=emit)
@@ -120,7 +125,7 @@ def serve(
     except StartFailed as error:
         return _refuse(error.message)
     try:
-        return asyncio.run(_run(built, bound, on_ready or (lambda _: None), drain_s))
+        return asyncio.run(_run(built, bound, on_ready or (lambda _: None), drain_s, parent))
     finally:
         bound.close()
         if listen.uds is not None:
@@ -135,7 +140,11 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    built: Built, bound: socket.socket, on_ready: Callable[[str], None], drain_s: float
+    built: Built,
+    bound: socket.socket,
+    on_ready: Callable[[str], None],
+    drain_s: float,
+    parent: int | None,
 ) -> int:
     engine = built.engine
     config = uvicorn.Config(
@@ -151,6 +160,7 @@ async def _run(
     engine.start()
     status = 0
     stopping = asyncio.create_task(told_to_stop.wait())
+    orphaned = asyncio.create_task(_until_orphaned(parent, told_to_stop))
     loading = asyncio.create_task(engine.loaded())
     await asyncio.wait({stopping, loading, serving}, return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and loading.exception() is None:
@@ -160,15 +170,24 @@ async def _run(
         if ended.done():
             status = 1  # a defect; the traceback is in the log, the supervisor starts a new one
         ended.cancel()
-        await engine.drain(drain_s)
+        await engine.drain(0.0 if orphaned.done() else drain_s)
     elif loading.done():
         status = _refuse(_load_problem(loading.exception()))
-    loading.cancel()
-    stopping.cancel()
+    for task in (loading, stopping, orphaned):
+        task.cancel()
     server.should_exit = True
     await serving
     await engine.close()
     return status
+
+
+async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> None:
+    """Returns when another process has become our parent; never, without one to watch."""
+    if parent is None:
+        await asyncio.Event().wait()
+    while os.getppid() == parent:  # noqa: ASYNC110  # nothing tells a process this; it must look
+        await asyncio.sleep(_PARENT_POLL_S)
+    told_to_stop.set()
 
 
 def _load(file: GgufFile, blocks: int, threads: int) -> Runner:

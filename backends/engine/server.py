@@ -218,6 +218,8 @@ class _Exchange:
     async def reply(self, status: int, body: bytes, content_type: bytes = _JSON) -> None:
         self._is_open = True
         headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        if status == 503:  # loading, full or draining: soon over, one way or the other
+            headers.append((b"retry-after", b"1"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 

@@ -194,6 +194,8 @@ class Parser:
         logprobs: int | None,
         traceparent: str | None,
     ) -> Ask:
+        if len(prompts) * (body.n or 1) > MAX_CHOICES:
+            raise RequestInvalid(f"prompts × n is at most {MAX_CHOICES}", param="n")
         options = body.stream_options or StreamOptions()
         return Ask(
             surface=surface,

@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from litestar import asgi
@@ -143,7 +143,7 @@ async def _read(
         surface=surface,
         body=body,
         fault=fault,
-        headers=raw,
+        headers=tuple(raw),
         presence=Presence(),
         traceparent=_text(headers, b"traceparent"),
         client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),

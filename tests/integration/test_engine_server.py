@@ -303,6 +303,11 @@ def test_a_taken_port_is_one_line(url: str) -> None:
     assert f"127.0.0.1:{port} cannot be used: in use" in refused("--port", port)
 
 
+def test_a_name_that_routes_could_not_use_is_one_line() -> None:
+    """A value that the settings type forbids names its field."""
+    assert "`$.name`" in refused("--name", "Bad Name")
+
+
 def test_a_missing_or_damaged_model_is_one_line(tmp_path: Path) -> None:
     """A path that is not there, a file that is none, a truncated one and one with a hole."""
     assert "no such model file" in refused("--model", str(tmp_path / "no.gguf"))
@@ -379,3 +384,24 @@ def health(path: Path) -> tuple[int, str]:
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as http:
         response = http.get("http://engine/health")
     return response.status_code, response.json()["status"]
+
+
+def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """With --exit-with-parent, a parent killed with -9 takes the engine and its socket along."""
+    path = tmp_path / "e.sock"
+    model = tiny_llama(tmp_path / "tiny.gguf")
+    arguments = ["--uds", str(path), "--model", str(model), "--exit-with-parent"]
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'backends.engine', *sys.argv[1:]])"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=Path(__file__).parents[2]
+    )
+    assert health(path)[0] in (200, 503)
+    parent.kill()
+    parent.wait(10)
+    deadline = time.monotonic() + 60
+    while path.exists():
+        assert time.monotonic() < deadline, "the engine outlived its parent"
+        time.sleep(0.05)

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from typing_extensions import override
 
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import ModelMissing, NotReady, Overloaded
@@ -21,6 +22,7 @@ from backends.engine.types import (
     Output,
     Row,
     Runner,
+    StepResult,
     TokenChoice,
 )
 from telemetry.clock import SystemClock
@@ -106,6 +108,22 @@ async def test_a_stop_string_cuts_and_ends(words: Tokenizer) -> None:
         news = await outputs(engine.submit(request(words, stop=("two",))))
     assert text_of(news) == "one "
     assert [o.finish for o in news if isinstance(o, Delta)][-1] is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"), [((), "aé12"), (("1",), "aé"), (("2",), "aé1"), (("12",), "aé")]
+)
+async def test_logprobs_go_with_the_text_that_is_sent(
+    words: Tokenizer, stop: tuple[str, ...], shown: str
+) -> None:
+    """A token that a stop string cuts off is not in the logprobs either; half characters are."""
+    spelled = spell(words, "aé12")
+    runner = FakeRunner(lambda row: TokenChoice(spelled(row).token, -0.5))
+    async with running(words, runner) as engine:
+        news = await outputs(engine.submit(request(words, stop=stop)))
+    tokens = [c.token for output in news if isinstance(output, Delta) for c in output.choices]
+    assert text_of(news) == shown
+    assert b"".join(map(words.token_bytes, tokens)).decode() == shown
 
 
 async def test_held_text_comes_out_at_the_limit(words: Tokenizer) -> None:
@@ -197,7 +215,8 @@ async def test_a_step_that_raises_fails_only_its_culprit(words: Tokenizer) -> No
     """When the device raises for a batch, rows are repeated alone and the engine lives."""
 
     class Broken(FakeRunner):
-        def run(self, rows):  # type: ignore[no-untyped-def]  # as its parent
+        @override
+        def run(self, rows: Sequence[Row]) -> StepResult:
             if any(row.sequence.job.request.seed == 13 for row in rows):
                 raise RuntimeError("device fault")
             return super().run(rows)

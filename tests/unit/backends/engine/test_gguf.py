@@ -37,6 +37,14 @@ def test_values_are_exact(tmp_path: Path, kind: str, raw: bytes, expected: list[
     assert GgufFile(path).tensor("t", (1, 32)).tolist() == [expected]
 
 
+def test_rows_are_those_of_the_tensor(tmp_path: Path) -> None:
+    """Rows read one by one equal the rows of the whole matrix, in the order asked for."""
+    raw = b"".join(half(n + 0.5) + NIBBLES for n in range(6))
+    file = GgufFile(write_gguf(tmp_path / "w.gguf", {}, {"t": ("Q4_0", (3, 64), raw)}))
+    whole = file.tensor("t")
+    assert file.rows("t", (3, 64))([2, 0, 2]).tolist() == whole[[2, 0, 2]].tolist()
+
+
 def test_metadata_comes_back(tmp_path: Path) -> None:
     """Numbers, texts and lists of the header are read as written."""
     metadata = {"a": 7, "b": "é", "c": ["x", "yz"], "d": [1, -2], "e": 0.5, "f": True}

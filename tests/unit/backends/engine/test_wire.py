@@ -85,6 +85,7 @@ def test_mistakes_in_chat_name_their_field(
         ({"prompt": [5, 999_999]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": ["x"] * 60, "n": 3}, "n"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"),
         ({"prompt": "x", "echo": True}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),

@@ -1,0 +1,94 @@
+"""A load generator that costs little itself: raw sockets, one request after another on each."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from msgspec import Struct
+
+TICKS_PER_S = 100  # USER_HZ
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """What one run saw."""
+
+    requests: int
+    seconds: float
+    cpu_us: float  # of the process under test, per request
+    p50_ms: float
+    p99_ms: float
+    events: int = 0  # streamed events received
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def request(port: int, key: str, *, stream: bool, model: str = "bench") -> bytes:
+    """The bytes of one request with a 4 KB body, keep-alive."""
+    padding = "word " * 760
+    body = (
+        f'{{"model":"{model}","stream":{str(stream).lower()},"max_tokens":64,"messages":['
+        f'{{"role":"user","content":"{padding}"}}]}}'
+    ).encode()
+    return (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
+        f"authorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+async def run(
+    port: int, key: str, pid: int, *, connections: int, seconds: float, stream: bool
+) -> Load:
+    """Ask over `connections` sockets until the time is up."""
+    payload = request(port, key, stream=stream)
+    latencies: list[float] = []
+    events = 0
+    stop_at = time.perf_counter() + seconds
+    before, began = cpu_seconds(pid), time.perf_counter()
+
+    async def one() -> None:
+        nonlocal events
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while time.perf_counter() < stop_at:
+            start = time.perf_counter()
+            writer.write(payload)
+            events += await _answer(reader)
+            latencies.append(time.perf_counter() - start)
+        writer.close()
+
+    await asyncio.gather(*(one() for _ in range(connections)))
+    took = time.perf_counter() - began
+    used = cpu_seconds(pid) - before
+    latencies.sort()
+    count = len(latencies)
+    return Load(
+        requests=count,
+        seconds=took,
+        cpu_us=used / count * 1e6,
+        p50_ms=latencies[count // 2] * 1e3,
+        p99_ms=latencies[min(count - 1, count * 99 // 100)] * 1e3,
+        events=events,
+    )
+
+
+async def _answer(reader: asyncio.StreamReader) -> int:
+    """Read one answer to its end; the number of events in it."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in head[:15]:
+        raise RuntimeError(head.decode(errors="replace"))
+    lower = head.lower()
+    at = lower.find(b"content-length:")
+    if at >= 0:
+        await reader.readexactly(int(lower[at + 15 :].split(b"\r\n", 1)[0]))
+        return 0
+    events = 0
+    while True:
+        size = int(await reader.readuntil(b"\r\n"), 16)
+        data = await reader.readexactly(size + 2)
+        events += data.count(b"data: ")
+        if size == 0:
+            return events
