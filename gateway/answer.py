@@ -147,5 +147,8 @@ def settling(record: OpenRecord, call: Call) -> Iterator[None]:
         yield
     except BaseException as error:
         outcome, status, code = _ending(error, call, begun=False)
+        for attempt in record.data.attempts:
+            if attempt.outcome is None:
+                attempt.outcome, attempt.error_code = outcome, code
         record.close(outcome=outcome, status=status, error_code=code)
         raise

@@ -84,9 +84,10 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         else:
             await problems.send_problem(send, error, request_id, close=call.fault is not None)
     except asyncio.CancelledError:
+        # Told to stop, by the server that is shutting down. Settled already; what is left is to
+        # say so, and then this task ends as it was told to.
         shutdown = Draining("The gateway is shutting down. Retry the request.")
         await _tell(sending, shutdown, request_id)
-        raise
     except Exception:
         log.exception("request_failed", extra={"request_id": request_id})
         await _tell(sending, Internal(problems.OUR_SIDE), request_id)

@@ -544,7 +544,7 @@ BEFORE: dict[
         400,
     ),
     "model unknown there": (
-        failing(404, CONTEXT),
+        failing(404, ERROR),
         502,
         "upstream_refused",
         Outcome.UPSTREAM_ERROR,
@@ -1065,7 +1065,7 @@ async def test_defect(
         books = Books(gateway)
         answer = await ask(gateway, "chat", body_of("chat", stream=stream))
         broke = (Outcome.INTERNAL_ERROR, "internal_error")
-        must = Must(broke[0], 500, broke[1], (Tried("b", broke[0], None),), stream=stream)
+        must = Must(broke[0], 500, broke[1], (Tried("b", *broke),), stream=stream)
         check_answer(answer)
         assert answer.status_code == 500
         assert error_of(answer.text)["code"] == "internal_error"
