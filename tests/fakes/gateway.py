@@ -17,10 +17,10 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typing_extensions import override
 
-from backends.scripted import ScriptedApp
+from backends.scripted import Player, ScriptedApp
 from backends.settings import Script
 from gateway.app import Service, open_service
-from gateway.config import load
+from gateway.config import load, parse
 from telemetry import metrics as metric
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
@@ -107,8 +107,16 @@ class Harness:
     """One running gateway with a tenant, and its books."""
 
     def __init__(
-        self, service: Service, config_path: Path, engine: AsyncEngine, server: Server
+        self,
+        service: Service,
+        config_path: Path,
+        engine: AsyncEngine,
+        server: Server,
+        upstream: Server,
+        app: ScriptedApp,
     ) -> None:
+        self._upstream = upstream
+        self._scripted = app
         self.service = service
         self.config_path = config_path
         self.engine = engine
@@ -130,17 +138,19 @@ class Harness:
     def auth(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.key}"}
 
-    async def configure(self, tables: str) -> None:
-        """Replace backends and routes, as a changed file does."""
+    def configure(self, tables: str) -> None:
+        """Other backends and routes, as a reload gives them; prices stay those of the start."""
         head = self.config_path.read_text().split("# tables\n")[0]
-        self.config_path.write_text(head + "# tables\n" + tables)
-        config = load(self.config_path)
-        watcher = self.service.watcher
-        assert watcher is not None
-        failures = self.service.gateway.runtimes.reload_failures
-        await watcher.reload()
-        assert self.service.gateway.runtimes.reload_failures == failures
-        assert self.service.gateway.runtimes.current.config == config
+        self.service.gateway.runtimes.reload(parse((head + tables).encode()))
+
+    def play(self, script: Script) -> Player:
+        """What the scripted upstream at `scripted_url` plays from now on."""
+        self._scripted.player = Player(script)
+        return self._scripted.player
+
+    @property
+    def scripted_url(self) -> str:
+        return f"{self._upstream.base_url}/v1"
 
     async def next_settled(self, count: int, timeout_s: float = 5) -> list[RequestRecord]:
         """Wait until `count` records are settled in all."""
@@ -154,7 +164,9 @@ class Harness:
         await self.service.worker.flush()
         async with self.engine.connect() as db:
             found = [
-                list(await db.execute(select(table.__table__).where(table.request_id == request_id)))
+                list(
+                    await db.execute(select(table.__table__).where(table.request_id == request_id))
+                )
                 for table in (RequestRow, UsageEventRow, ChargeLineRow)
             ]
         return Rows(*found)
@@ -182,25 +194,30 @@ class Harness:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *, server: str = "", telemetry: str = "") -> AsyncIterator[Harness]:
-    """A gateway with its data in `folder`, no routes yet, and a tenant with a key."""
+async def running(
+    folder: Path, *, server: str = "", telemetry: str = "", tables: str = ""
+) -> AsyncIterator[Harness]:
+    """A gateway with its data in `folder`, a tenant with a key, and the scripted upstream."""
     path = folder / "meterline.toml"
     path.write_text(
         f'[server]\nport = 0\nmax_body_mb = 1\nadmin_key = "env:ADMIN_KEY"\n{server}\n'
         f'[store]\ndata_dir = "{folder / "data"}"\n'
-        f"[telemetry]\n{telemetry}\n# tables\n"
+        f"[telemetry]\n{telemetry}\n# tables\n{tables}"
     )
     config = load(path)
-    async with open_service(config, environment=ENVIRONMENT, config_path=path) as service:
+    async with (
+        open_service(config, environment=ENVIRONMENT, config_path=path) as service,
+        Server(service.app) as front,
+        scripted(Script()) as (upstream, app),
+    ):
         engine = open_engine(f"sqlite:///{folder / 'data' / 'meterline.db'}")
-        async with Server(service.app) as front:
-            harness = Harness(service, path, engine, front)
-            await harness.issue("acme")
-            try:
-                yield harness
-            finally:
-                await harness.client.aclose()
-        await engine.dispose()
+        harness = Harness(service, path, engine, front, upstream, app)
+        await harness.issue("acme")
+        try:
+            yield harness
+        finally:
+            await harness.client.aclose()
+            await engine.dispose()
 
 
 def backend(name: str, base_url: str, *, more: str = "", price: str = '"1", output = "2"') -> str:

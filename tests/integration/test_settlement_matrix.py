@@ -58,7 +58,9 @@ QUICK = "timeouts = { connect_s = 1.0, first_token_s = 0.3, inter_token_s = 0.3,
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
     """One gateway for the module; each cell gives it other backends and routes."""
-    async with running(tmp_path_factory.mktemp("gateway")) as harness:
+    prices = backend("b", "http://127.0.0.1:1/v1")
+    prices += backend("c", "http://127.0.0.1:1/v1", price='"3", output = "5"')
+    async with running(tmp_path_factory.mktemp("gateway"), tables=prices) as harness:
         yield harness
         assert not await harness.broken_laws()
 
@@ -141,7 +143,7 @@ class Books:
             if count != self._totals.get(name, 0)
         } == {must.outcome.value: 1}
         assert ledger.observer_errors == ledger.rate_errors == 0
-        assert not await gateway.broken_laws()
+        assert set(gateway.service.worker.residuals().values()) == {0}
         return record
 
     @staticmethod
@@ -270,76 +272,76 @@ def text_of(answer: httpx.Response, *, stream: bool) -> str:
 @everything
 async def test_ok(gateway: Harness, surface: str, stream: bool) -> None:
     """A served request is billed with the tokens that the backend reports."""
-    async with scripted(Script(output_tokens=3)) as (upstream, app):
-        await gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
-        books = Books(gateway)
-        answer = await ask(gateway, surface, body_of(surface, stream=stream))
-        assert answer.status_code == 200
-        check_answer(answer)
-        assert text_of(answer, stream=stream) == "the quick brown"
-        if stream:
-            assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-            assert events_of(answer.text)[-1] == "[DONE]"
-            assert "x-meterline-cost-usd" not in answer.headers
-        else:
-            assert answer.headers["x-meterline-cost-usd"] == "0.00001"
-        assert answer.headers["x-meterline-backend"] == "b"
-        assert answer.headers["x-meterline-model"] == "m"
-        assert answer.headers["x-meterline-attempts"] == "1"
-        record = await books.one(
-            Must(
-                Outcome.OK,
-                200,
-                None,
-                (Tried("b", Outcome.OK, None, (4, 3), UsageSource.REPORTED, status=200),),
-                stream=stream,
-            ),
-            answer.headers["x-request-id"],
-        )
-        assert app.player.books.served == {record.request_id: 3}
+    player = gateway.play(Script(output_tokens=3))
+    gateway.configure(backend("b", gateway.scripted_url) + route("m", "b"))
+    books = Books(gateway)
+    answer = await ask(gateway, surface, body_of(surface, stream=stream))
+    assert answer.status_code == 200
+    check_answer(answer)
+    assert text_of(answer, stream=stream) == "the quick brown"
+    if stream:
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert events_of(answer.text)[-1] == "[DONE]"
+        assert "x-meterline-cost-usd" not in answer.headers
+    else:
+        assert answer.headers["x-meterline-cost-usd"] == "0.00001"
+    assert answer.headers["x-meterline-backend"] == "b"
+    assert answer.headers["x-meterline-model"] == "m"
+    assert answer.headers["x-meterline-attempts"] == "1"
+    record = await books.one(
+        Must(
+            Outcome.OK,
+            200,
+            None,
+            (Tried("b", Outcome.OK, None, (4, 3), UsageSource.REPORTED, status=200),),
+            stream=stream,
+        ),
+        answer.headers["x-request-id"],
+    )
+    assert player.books.served == {record.request_id: 3}
 
 
 @everything
 async def test_ok_two_choices(gateway: Harness, surface: str, stream: bool) -> None:
     """Two choices are billed as what both generated."""
-    async with scripted(Script(output_tokens=3)) as (upstream, _):
-        await gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
-        books = Books(gateway)
-        answer = await ask(gateway, surface, body_of(surface, stream=stream, n=2, max_tokens=2))
-        assert answer.status_code == 200
-        record = await books.one(
-            Must(
-                Outcome.OK,
-                200,
-                None,
-                (Tried("b", Outcome.OK, None, (4, 4), UsageSource.REPORTED, status=200),),
-                stream=stream,
-            )
+    gateway.play(Script(output_tokens=3))
+    gateway.configure(backend("b", gateway.scripted_url) + route("m", "b"))
+    books = Books(gateway)
+    answer = await ask(gateway, surface, body_of(surface, stream=stream, n=2, max_tokens=2))
+    assert answer.status_code == 200
+    record = await books.one(
+        Must(
+            Outcome.OK,
+            200,
+            None,
+            (Tried("b", Outcome.OK, None, (4, 4), UsageSource.REPORTED, status=200),),
+            stream=stream,
         )
-        assert record.output_limit == 4
-        assert record.attempts[0].finish_reasons == ("length", "length")
+    )
+    assert record.output_limit == 4
+    assert record.attempts[0].finish_reasons == ("length", "length")
 
 
 @everything
 async def test_ok_without_usage(gateway: Harness, surface: str, stream: bool) -> None:
     """A backend that reports no usage is billed by what passed, marked as estimated."""
-    async with scripted(Script(output_tokens=3, report_usage=False)) as (upstream, _):
-        await gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
-        books = Books(gateway)
-        body = body_of(surface, stream=stream)
-        answer = await ask(gateway, surface, body)
-        assert answer.status_code == 200
-        # Streamed: a token a chunk. Whole: "the quick brown" is 15 bytes, 4 to a token.
-        tokens = (len(body) // 4, 3 if stream else 4)
-        await books.one(
-            Must(
-                Outcome.OK,
-                200,
-                None,
-                (Tried("b", Outcome.OK, None, tokens, UsageSource.ESTIMATED, status=200),),
-                stream=stream,
-            )
+    gateway.play(Script(output_tokens=3, report_usage=False))
+    gateway.configure(backend("b", gateway.scripted_url) + route("m", "b"))
+    books = Books(gateway)
+    body = body_of(surface, stream=stream)
+    answer = await ask(gateway, surface, body)
+    assert answer.status_code == 200
+    # Streamed: a token a chunk. Whole: "the quick brown" is 15 bytes, 4 to a token.
+    tokens = (len(body) // 4, 3 if stream else 4)
+    await books.one(
+        Must(
+            Outcome.OK,
+            200,
+            None,
+            (Tried("b", Outcome.OK, None, tokens, UsageSource.ESTIMATED, status=200),),
+            stream=stream,
         )
+    )
 
 
 # --- refused before anything is sent upstream -------------------------------------------------
@@ -435,7 +437,7 @@ async def test_refused(gateway: Harness, name: str, surface: str) -> None:
     what to mend; nothing goes upstream."""
     must, changed, body, param = REFUSALS[name]
     async with Upstream(whole({})) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         books = Books(gateway)
         headers: dict[str, str | None] = {
             "content-type": "application/json",
@@ -460,7 +462,7 @@ async def test_model_outside_the_keys_list(gateway: Harness, stream: bool) -> No
     """A model that exists but is not on the key's list looks like one that does not."""
     async with Upstream(whole({})) as upstream:
         tables = backend("b", upstream.base_url) + route("m", "b") + route("other", "b")
-        await gateway.configure(tables)
+        gateway.configure(tables)
         tenants = gateway.service.tenants
         issued = await tenants.create_key(
             gateway.tenant_id, name="narrow", model_allow=["m"], actor="test"
@@ -504,9 +506,7 @@ ERROR = {"error": {"message": "secret-upstream-text", "type": "server_error", "c
 
 # steps of the upstream; status and code for the client; outcome of request and attempt; code and
 # status of the attempt
-BEFORE: dict[
-    str, tuple[tuple[Step, ...], int, str, Outcome, Outcome, str, int | None]
-] = {
+BEFORE: dict[str, tuple[tuple[Step, ...], int, str, Outcome, Outcome, str, int | None]] = {
     "auth": (
         failing(401, ERROR),
         502,
@@ -633,11 +633,15 @@ async def test_fails_before_content(
         code = tried_code = "upstream_protocol"  # JSON, though a stream was asked for
         tried = Outcome.UPSTREAM_ERROR
     async with Upstream(steps) as upstream:
-        await gateway.configure(backend("b", upstream.base_url, more=QUICK) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url, more=QUICK) + route("m", "b"))
         books = Books(gateway)
         answer = await ask(gateway, surface, body_of(surface, stream=stream))
         must = Must(
-            outcome, status, code, (Tried("b", tried, tried_code, status=http_status),), stream=stream
+            outcome,
+            status,
+            code,
+            (Tried("b", tried, tried_code, status=http_status),),
+            stream=stream,
         )
         error = check_error(answer, must)
         assert "secret-upstream-text" not in answer.text
@@ -656,7 +660,7 @@ async def test_connection_refused(gateway: Harness, surface: str, stream: bool) 
     """An upstream that is not there is a 502 that may be retried."""
     async with Upstream(()) as gone:
         tables = backend("b", gone.base_url, more=QUICK) + route("m", "b")
-    await gateway.configure(tables)
+    gateway.configure(tables)
     books = Books(gateway)
     answer = await ask(gateway, surface, body_of(surface, stream=stream))
     must = Must(
@@ -685,29 +689,29 @@ AFTER = {
 async def test_stream_breaks(gateway: Harness, fail: Any, surface: str) -> None:
     """A stream that breaks ends with an error event and no [DONE]; what was read is billed."""
     outcome, code = AFTER[fail]
-    async with scripted(Script(output_tokens=9, fail=fail, fail_after=2)) as (upstream, app):
-        tables = backend("b", f"{upstream.base_url}/v1", more=QUICK) + route("m", "b")
-        await gateway.configure(tables)
-        books = Books(gateway)
-        body = body_of(surface, stream=True)
-        answer = await ask(gateway, surface, body)
-        assert answer.status_code == 200
-        check_answer(answer)
-        events = events_of(answer.text)
-        assert "[DONE]" not in events
-        assert error_of(events[-1])["code"] == code
-        assert "scripted failure" not in answer.text
-        tried = Tried("b", outcome, code, (len(body) // 4, 2), UsageSource.ESTIMATED)
-        record = await books.one(Must(outcome, 200, code, (tried,), stream=True))
-        assert record.request_id == answer.headers["x-request-id"]
-        assert app.player.books.served == {record.request_id: 2}
+    player = gateway.play(Script(output_tokens=9, fail=fail, fail_after=2))
+    tables = backend("b", gateway.scripted_url, more=QUICK) + route("m", "b")
+    gateway.configure(tables)
+    books = Books(gateway)
+    body = body_of(surface, stream=True)
+    answer = await ask(gateway, surface, body)
+    assert answer.status_code == 200
+    check_answer(answer)
+    events = events_of(answer.text)
+    assert "[DONE]" not in events
+    assert error_of(events[-1])["code"] == code
+    assert "scripted failure" not in answer.text
+    tried = Tried("b", outcome, code, (len(body) // 4, 2), UsageSource.ESTIMATED)
+    record = await books.one(Must(outcome, 200, code, (tried,), stream=True))
+    assert record.request_id == answer.headers["x-request-id"]
+    assert player.books.served == {record.request_id: 2}
 
 
 async def test_done_without_finish_reason(gateway: Harness) -> None:
     """An upstream that says [DONE] though a choice is open was cut, whatever it says."""
     steps = (head(), *map(piece, GOOD_EVENTS[:2]), piece(event(b"[DONE]")), END)
     async with Upstream(steps) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         books = Books(gateway)
         body = body_of("chat", stream=True)
         answer = await ask(gateway, "chat", body)
@@ -719,9 +723,7 @@ async def test_done_without_finish_reason(gateway: Harness) -> None:
             (len(body) // 4, 1),
             UsageSource.ESTIMATED,
         )
-        await books.one(
-            Must(Outcome.TRUNCATED, 200, "upstream_truncated", (tried,), stream=True)
-        )
+        await books.one(Must(Outcome.TRUNCATED, 200, "upstream_truncated", (tried,), stream=True))
 
 
 # --- more than one target ---------------------------------------------------------------------
@@ -754,10 +756,11 @@ async def test_falls_back(gateway: Harness, name: str, stream: bool) -> None:
     """When the first target fails before content the next one answers: two attempts, and each is
     priced as the backend and model that it was."""
     steps, first = FALLS_BACK[name]
-    async with Upstream(steps) as broken, scripted(Script(output_tokens=3)) as (good, _):
-        await gateway.configure(
+    gateway.play(Script(output_tokens=3))
+    async with Upstream(steps) as broken:
+        gateway.configure(
             backend("b", broken.base_url, more=QUICK)
-            + backend("c", f"{good.base_url}/v1", price='"3", output = "5"')
+            + backend("c", gateway.scripted_url, price='"3", output = "5"')
             + route("m", "b=small", "c=large")
         )
         books = Books(gateway)
@@ -780,7 +783,7 @@ async def test_falls_back(gateway: Harness, name: str, stream: bool) -> None:
 async def test_refused_requests_do_not_fall_back(gateway: Harness, stream: bool) -> None:
     """What is wrong with the request is wrong everywhere: no second target is asked."""
     async with Upstream(failing(400, CONTEXT)) as first, Upstream(()) as second:
-        await gateway.configure(
+        gateway.configure(
             backend("b", first.base_url) + backend("c", second.base_url) + route("m", "b", "c")
         )
         books = Books(gateway)
@@ -804,7 +807,7 @@ async def test_all_targets_down(gateway: Harness, stream: bool) -> None:
         Upstream(failing(429, ERROR, retry_after_ms="1500")) as first,
         Upstream(failing(429, ERROR, retry_after="30")) as second,
     ):
-        await gateway.configure(
+        gateway.configure(
             backend("b", first.base_url) + backend("c", second.base_url) + route("m", "b", "c")
         )
         books = Books(gateway)
@@ -850,9 +853,9 @@ async def until(condition: Any) -> None:
 
 @both
 async def test_client_leaves_before_the_first_token(gateway: Harness, stream: bool) -> None:
-    """A client that leaves while the upstream thinks: the upstream is cut off, nothing is billed."""
+    """A client that leaves while the upstream thinks: it is cut off, and nothing is billed."""
     async with Upstream((STALL,)) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         books = Books(gateway)
 
         async def leave() -> None:
@@ -872,7 +875,7 @@ async def test_client_leaves_before_the_first_token(gateway: Harness, stream: bo
 async def test_client_leaves_mid_stream(gateway: Harness) -> None:
     """A client that leaves after two tokens pays for two tokens."""
     async with scripted(Script(output_tokens=9, fail="stall", fail_after=2)) as (upstream, app):
-        await gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
+        gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
         books = Books(gateway)
         body = body_of("chat", stream=True)
         async with asking(gateway, body) as answer:
@@ -893,7 +896,7 @@ async def test_client_leaves_after_the_last_content(gateway: Harness) -> None:
     """A client that leaves between the finish reason and the end pays for all that was sent."""
     steps = (head(), *map(piece, GOOD_EVENTS[:4]), STALL)
     async with Upstream(steps) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         books = Books(gateway)
         body = body_of("chat", stream=True)
         async with asking(gateway, body) as answer:
@@ -911,7 +914,7 @@ async def test_client_leaves_after_the_last_content(gateway: Harness) -> None:
 async def test_client_leaves_while_sending(gateway: Harness) -> None:
     """A client that leaves before its body is complete is a disconnect, and nothing was asked."""
     async with Upstream(()) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         books = Books(gateway)
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
         writer.write(
@@ -925,9 +928,7 @@ async def test_client_leaves_while_sending(gateway: Harness) -> None:
         await asyncio.sleep(0)
         writer.close()
         await writer.wait_closed()
-        await books.one(
-            Must(Outcome.CLIENT_DISCONNECT, 499, "client_disconnect", model=None)
-        )
+        await books.one(Must(Outcome.CLIENT_DISCONNECT, 499, "client_disconnect", model=None))
         assert not upstream.received
 
 
@@ -937,7 +938,7 @@ async def test_client_leaves_while_sending(gateway: Harness) -> None:
 async def test_shutdown_before_the_first_token(gateway: Harness) -> None:
     """When the grace ends before an answer began, the client gets a 503 that says to retry."""
     async with Upstream((STALL,)) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         for stream in (False, True):
             upstream.received.clear()
             books = Books(gateway)
@@ -964,36 +965,36 @@ async def test_shutdown_before_the_first_token(gateway: Harness) -> None:
 
 async def test_shutdown_mid_stream(gateway: Harness) -> None:
     """When the grace ends inside a stream it ends with an error event, and is billed so far."""
-    async with scripted(Script(output_tokens=9, fail="stall", fail_after=2)) as (upstream, app):
-        await gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
-        books = Books(gateway)
-        body = body_of("chat", stream=True)
-        async with Server(gateway.service.app, grace_s=0) as front:
-            async with (
-                httpx.AsyncClient(base_url=front.base_url) as client,
-                client.stream("POST", PATHS["chat"], content=body, headers=gateway.auth) as answer,
-            ):
-                seen, stopping = "", None
-                async for text in answer.aiter_text():
-                    seen += text
-                    if stopping is None and seen.count("\n\n") == 3:
-                        stopping = asyncio.create_task(front.stop())
-                assert stopping is not None
-                await stopping
-        events = events_of(seen)
-        assert error_of(events[-1])["code"] == "shutting_down"
-        assert "[DONE]" not in events
-        cut = (Outcome.TRUNCATED, "shutting_down")
-        tried = Tried("b", *cut, (len(body) // 4, 2), UsageSource.ESTIMATED)
-        record = await books.one(Must(cut[0], 200, cut[1], (tried,), stream=True))
-        assert app.player.books.served == {record.request_id: 2}
+    player = gateway.play(Script(output_tokens=9, fail="stall", fail_after=2))
+    gateway.configure(backend("b", gateway.scripted_url) + route("m", "b"))
+    books = Books(gateway)
+    body = body_of("chat", stream=True)
+    async with (
+        Server(gateway.service.app, grace_s=0) as front,
+        httpx.AsyncClient(base_url=front.base_url) as client,
+        client.stream("POST", PATHS["chat"], content=body, headers=gateway.auth) as answer,
+    ):
+        seen, stopping = "", None
+        async for text in answer.aiter_text():
+            seen += text
+            if stopping is None and seen.count("\n\n") == 3:
+                stopping = asyncio.create_task(front.stop())
+        assert stopping is not None
+        await stopping
+    events = events_of(seen)
+    assert error_of(events[-1])["code"] == "shutting_down"
+    assert "[DONE]" not in events
+    cut = (Outcome.TRUNCATED, "shutting_down")
+    tried = Tried("b", *cut, (len(body) // 4, 2), UsageSource.ESTIMATED)
+    record = await books.one(Must(cut[0], 200, cut[1], (tried,), stream=True))
+    assert player.books.served == {record.request_id: 2}
 
 
 @both
 async def test_refused_while_draining(gateway: Harness, stream: bool) -> None:
     """A request that comes while the gateway drains is told to go elsewhere."""
     async with Upstream(()) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         books = Books(gateway)
         gateway.service.gateway.draining = True
         try:
@@ -1012,7 +1013,7 @@ async def test_log_refuses_intents(gateway: Harness, stream: bool) -> None:
     """When the log cannot take an intent nothing is sent upstream, and the request is recorded
     once the disk has room."""
     async with Upstream(()) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         wal = gateway.service.gateway.ledger.wal
         real, full = wal.disk, FillingDisk()
         full.may_write = full.may_allocate = False
@@ -1053,12 +1054,10 @@ class Defective:
 
 
 @both
-async def test_defect(
-    gateway: Harness, stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_defect(gateway: Harness, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A defect of ours is a 500 without its text, and a settled record."""
     async with Upstream(()) as upstream:
-        await gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
+        gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         upstreams = gateway.service.gateway.runtimes.current.upstreams
         assert isinstance(upstreams, dict)
         upstreams["b"] = GatewayUpstream(Defective(), Timeouts())
@@ -1079,45 +1078,45 @@ async def test_defect(
 async def test_task_cancelled(gateway: Harness) -> None:
     """A cancelled request task, without a server behind it, settles before the cancellation goes
     on, at whatever point it comes."""
-    async with scripted(Script(output_tokens=9, fail="stall", fail_after=2)) as (upstream, _):
-        await gateway.configure(backend("b", f"{upstream.base_url}/v1") + route("m", "b"))
-        books = Books(gateway)
-        body = body_of("chat", stream=True)
-        sent: list[Any] = []
-        asked = [{"type": "http.request", "body": body, "more_body": False}]
+    gateway.play(Script(output_tokens=9, fail="stall", fail_after=2))
+    gateway.configure(backend("b", gateway.scripted_url) + route("m", "b"))
+    books = Books(gateway)
+    body = body_of("chat", stream=True)
+    sent: list[Any] = []
+    asked = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def receive() -> Any:
-            if asked:
-                return asked.pop()
-            await asyncio.Event().wait()
+    async def receive() -> Any:
+        if asked:
+            return asked.pop()
+        return await asyncio.Event().wait()
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": PATHS["chat"],
-            "raw_path": PATHS["chat"].encode(),
-            "root_path": "",
-            "scheme": "http",
-            "query_string": b"",
-            "headers": [(b"authorization", f"Bearer {gateway.key}".encode())],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        task = asyncio.create_task(gateway.service.app(scope, receive, send))  # type: ignore[arg-type]  # plain dicts
-        await until(lambda: len(sent) == 4)  # the head, the role, two tokens
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        cut = (Outcome.TRUNCATED, "shutting_down")
-        tried = Tried("b", *cut, (len(body) // 4, 2), UsageSource.ESTIMATED)
-        await books.one(Must(cut[0], 200, cut[1], (tried,), stream=True))
-        assert sent[-1]["more_body"] is False
-        assert b'"shutting_down"' in sent[-1]["body"]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": PATHS["chat"],
+        "raw_path": PATHS["chat"].encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {gateway.key}".encode())],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    task = asyncio.create_task(gateway.service.app(scope, receive, send))  # type: ignore[arg-type]  # plain dicts
+    await until(lambda: len(sent) == 4)  # the head, the role, two tokens
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    cut = (Outcome.TRUNCATED, "shutting_down")
+    tried = Tried("b", *cut, (len(body) // 4, 2), UsageSource.ESTIMATED)
+    await books.one(Must(cut[0], 200, cut[1], (tried,), stream=True))
+    assert sent[-1]["more_body"] is False
+    assert b'"shutting_down"' in sent[-1]["body"]
 
 
 async def test_every_request_is_in_the_books_once(gateway: Harness) -> None:
