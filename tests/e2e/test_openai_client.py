@@ -1,10 +1,12 @@
 """What a developer does: the real `openai` client against the packaged command with the real model.
 Whatever is asked, there is one ledger record of it, with the right tokens and the right cost."""
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from telemetry.database import open_engine
+from telemetry.reports.query import explain_record
+from telemetry.reports.render import story_json
 from tests.e2e.served import Served, serve
 
 pytestmark = pytest.mark.model
@@ -47,6 +52,21 @@ def story(served: Served, request_id: str) -> dict[str, Any]:
                 return facts
         assert time.monotonic() < deadline, told.stderr
         time.sleep(0.3)
+
+
+async def read_stories(served: Served, request_ids: list[str]) -> list[dict[str, Any]]:
+    """What `explain` would print for each, without fifty processes."""
+    engine = open_engine(f"sqlite:///{served.folder}/meterline-data/meterline.db")
+    told: list[dict[str, Any]] = []
+    try:
+        async with asyncio.timeout(30):
+            for request_id in request_ids:
+                while (found := await explain_record(engine, request_id)) is None:
+                    await asyncio.sleep(0.1)
+                told.append(json.loads(story_json(found)))
+    finally:
+        await engine.dispose()
+    return told
 
 
 def tokens(facts: dict[str, Any]) -> tuple[int, int]:
@@ -286,19 +306,21 @@ def test_chargeback_is_the_sum_of_the_stories(served: Served) -> None:
     for name in ("ada", "bob", "eve"):
         assert served.run("tenant", "create", name).returncode == 0
         made = served.run("key", "create", name, "--format", "json")
-        keys.append(json.loads(made.stdout)["secret"])
-    ids: dict[str, list[str]] = {key: [] for key in keys}
-    for number in range(50):
-        key = keys[number % 3]
-        with OpenAI(base_url=served.base_url, api_key=key, max_retries=0) as one:
+        keys.append(json.loads(made.stdout)["key"])
+
+    def ask(number: int) -> str:
+        with OpenAI(base_url=served.base_url, api_key=keys[number % 3], max_retries=0) as one:
             raw = one.chat.completions.with_raw_response.create(
                 model=MODEL if number % 2 else "smollm2-135m-instruct",
                 messages=[{"role": "user", "content": f"Say the number {number}."}],
                 max_tokens=1 + number % 4,
                 temperature=0,
             )
-        ids[key].append(raw.headers["x-request-id"])
-    stories = [story(served, request_id) for key in keys for request_id in ids[key]]
+        return str(raw.headers["x-request-id"])
+
+    with ThreadPoolExecutor(8) as pool:  # so that the engine batches them
+        wanted = list(pool.map(ask, range(50)))
+    stories = asyncio.run(read_stories(served, wanted))
     deadline = time.monotonic() + 30
     while True:
         printed = served.run(
