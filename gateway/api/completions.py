@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from litestar import asgi
@@ -65,7 +65,8 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
     gateway: Gateway = scope["litestar_app"].state.gateway
     request_id = new_request_id()
     if scope.get("method") != "POST":
-        await problems.send_problem(send, MethodNotAllowed("Use POST."), request_id, close=False)
+        error = MethodNotAllowed("Use POST.", allowed=["POST"])
+        await problems.send_problem(send, error, request_id, close=False)
         return
     sending = _Sending(send)
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
@@ -122,7 +123,7 @@ class _Sending:
 
 async def _read(
     gateway: Gateway,
-    raw: Sequence[tuple[bytes, bytes]],
+    raw: Iterable[tuple[bytes, bytes]],
     receive: Receive,
     surface: Surface,
     request_id: RequestId,

@@ -30,9 +30,7 @@ async def list_models(request: Request[Any, Any, Any], gateway: Running) -> Mode
 
 
 @get("/v1/models/{model:path}", opt={"caller": "tenant"}, tags=["models"], summary="One model")
-async def one_model(
-    request: Request[Any, Any, Any], gateway: Running, model: ModelName
-) -> Model:
+async def one_model(request: Request[Any, Any, Any], gateway: Running, model: ModelName) -> Model:
     """One model; names may hold slashes, encoded or not. Caller: a tenant's key."""
     caller = await _caller(request, gateway)
     runtime = gateway.runtimes.current
