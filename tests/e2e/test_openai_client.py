@@ -324,7 +324,8 @@ def test_chargeback_is_the_sum_of_the_stories(served: Served) -> None:
     deadline = time.monotonic() + 30
     while True:
         printed = served.run(
-            "report", "chargeback", "--by", "tenant,model", "--format", "json"
+            *("report", "chargeback", "--by", "tenant,model", "--format", "json"),
+            *("--from", "2026-01-01"),
         ).stdout
         lines = [
             line
