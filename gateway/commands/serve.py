@@ -112,8 +112,11 @@ class _Server(uvicorn.Server):
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not uvicorn's own: that one raises the signal again once it has stopped, and the process
+        would die before the ledger is flushed. A second Ctrl-C does not wait for requests."""
         self._service.gateway.draining = True
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -122,7 +125,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         until = loop.time() + self._drain_s
         ledger = self._service.gateway.ledger
-        while ledger.in_flight and loop.time() < until and not self.force_exit:
+        while ledger.in_flight and loop.time() < until and not self.force_exit:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await super().shutdown(sockets)
 
