@@ -235,6 +235,7 @@ def create_app(
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
+        after_request=problems.stamp,
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,
