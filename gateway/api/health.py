@@ -3,6 +3,8 @@
 from typing import Any
 
 from litestar import MediaType, Request, Response, get
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
 
 from gateway.auth import Admin, read_credential
 from gateway.config import is_loopback
@@ -18,7 +20,9 @@ async def livez() -> str:
 
 
 @get("/readyz", opt={"caller": "public"}, tags=["health"], summary="Readiness")
-async def readyz(readiness: Readiness) -> Response[ReadinessState]:
+async def readyz(
+    readiness: NamedDependency[SkipValidation[Readiness]],
+) -> Response[ReadinessState]:
     """Whether requests should be sent here. Caller: anyone."""
     state = readiness.state()
     return Response(state, status_code=200 if state.ready else 503)
@@ -26,7 +30,10 @@ async def readyz(readiness: Readiness) -> Response[ReadinessState]:
 
 @get("/metrics", opt={"caller": "loopback or admin"}, tags=["health"], summary="Prometheus")
 async def metrics(
-    request: Request[Any, Any, Any], metrics: Metrics, admin: Admin, gateway: Gateway
+    request: Request[Any, Any, Any],
+    metrics: NamedDependency[SkipValidation[Metrics]],
+    admin: NamedDependency[SkipValidation[Admin]],
+    gateway: NamedDependency[SkipValidation[Gateway]],
 ) -> Response[bytes]:
     """Prometheus text, or OpenMetrics if asked for. Caller: this machine, the admin key, or anyone
     if `telemetry.metrics_public` is set."""
