@@ -87,6 +87,8 @@ class Answer:
         attempt.service_tier = final.service_tier
         attempt.finish_reasons = final.finish_reasons
         self._complete = True
+        if self.call.presence.gone:  # it was asked to stop, and this is its report
+            raise ClientGone("The client left.")
 
     async def __aexit__(
         self,

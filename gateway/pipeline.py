@@ -2,6 +2,7 @@
 only this file knows their order."""
 
 import random
+from functools import partial
 
 from backends.base import ChatRequest, Timeouts
 from gateway.answer import Answer, settling
@@ -12,6 +13,7 @@ from gateway.errors import Draining, LedgerUnavailable, Unauthenticated
 from gateway.refusals import Refusals
 from gateway.routing import Target, plan
 from gateway.runtime import Runtime, RuntimeHolder
+from gateway.stopping import ask_to_stop
 from telemetry import trace_context
 from telemetry.ledger import Ledger, OpenRecord, WalUnavailable
 from telemetry.record import Attempt
@@ -53,6 +55,7 @@ class Gateway:
                 attempts = plan(runtime.route(asked.model, caller), self._dice.random())
             with record.stage("admit"):
                 self._intend(record)  # in the log before anything is spent
+            call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             live = await first_success(
                 attempts,
                 runtime.upstreams,

@@ -29,6 +29,7 @@ from gateway.errors import (
     UnsupportedMedia,
 )
 from gateway.pipeline import Gateway
+from gateway.stopping import REPORT_S
 from telemetry.ids import RequestId, new_request_id
 from telemetry.money import plain
 from telemetry.record import Surface
@@ -208,19 +209,23 @@ def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:
 
 @contextlib.asynccontextmanager
 async def _connected(receive: Receive, presence: Presence) -> AsyncIterator[None]:
-    """Cancel the body when the client leaves; ClientGone comes out. The body sees an ordinary
-    cancellation, and `presence.gone` says why."""
+    """End the body when the client leaves; ClientGone comes out. If the backend can be asked to
+    stop, the body ends by itself with the backend's report; else, or when that takes too long, it
+    sees an ordinary cancellation, and `presence.gone` says why."""
     scope = asyncio.timeout(None)
+    loop = asyncio.get_running_loop()
 
     async def watch() -> None:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 presence.gone = True
-                scope.reschedule(asyncio.get_running_loop().time())
+                scope.reschedule(loop.time() + REPORT_S)
+                if not await presence.ask_to_stop() and not scope.expired():
+                    scope.reschedule(loop.time())
                 return
 
-    watcher = asyncio.get_running_loop().create_task(watch())
+    watcher = loop.create_task(watch())
     try:
         async with scope:
             yield

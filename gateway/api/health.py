@@ -12,7 +12,6 @@ from gateway.pipeline import Gateway
 from gateway.readiness import Readiness, ReadinessState
 from telemetry.metrics import Metrics
 
-
 PROBE = (HttpMethod.GET, HttpMethod.HEAD)  # load balancers ask with either
 
 
