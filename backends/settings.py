@@ -111,8 +111,21 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
-        Meta(description="auto: float32 on a CPU, bfloat16 on a GPU."),
+        Meta(
+            description="auto: on a CPU 4- and 8-bit weights stay as the file has them. "
+            "float32: the exact numbers of the file's weights, slower."
+        ),
     ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        Meta(
+            description="native: C++ compiled for this CPU at the first start, then cached. "
+            "auto: native if it can be built and measures faster, else torch."
+        ),
+    ] = "auto"
+    prefix_cache: Annotated[
+        bool, Meta(description="Keep computed prompts and reuse them within a tenant.")
+    ] = True
     kv_memory_gb: Annotated[
         float, Meta(gt=0, description="Memory of the KV block pool, gigabytes.")
     ] = 0.5

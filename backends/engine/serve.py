@@ -13,6 +13,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import uvicorn
@@ -23,14 +24,17 @@ from backends.engine.engine import Engine
 from backends.engine.errors import ListenFailed, StartFailed
 from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS
+from backends.engine.native.library import Toolchain
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
-from backends.engine.spans import Emit, discard
+from backends.engine.spans import Emit, discard, exporting
 from backends.engine.types import Runner
 from backends.engine.weights import BUNDLED_NAME, open_weights
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings
+from telemetry import logs
 from telemetry.clock import Clock, SystemClock
+from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 DRAIN_S = 30.0
 _PARENT_POLL_S = 0.25
@@ -42,6 +46,16 @@ class Listen(Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8090
     uds: Path | None = None
+
+
+class Telemetry(Struct, frozen=True, kw_only=True):
+    """Where spans go: to a collector (OTLP/HTTP base), or as JSON lines into a file, or nowhere.
+    How log lines look."""
+
+    otlp_endpoint: str | None = None
+    spans_file: Path | None = None
+    service_name: str = "meterline-engine"
+    log_format: logs.LogFormat = "auto"
 
 
 class Built(Struct, frozen=True):
@@ -58,6 +72,12 @@ def prepare_environment(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where the user's caches are, by the XDG convention."""
+    base = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "meterline"
+
+
 def physical_cores(cpuinfo: str, available: set[int]) -> int:
     """Distinct cores among the processors that this process may use."""
     cores: set[tuple[str, str]] = set()
@@ -72,13 +92,21 @@ def physical_cores(cpuinfo: str, available: set[int]) -> int:
     return max(1, len(cores) or len(available))
 
 
-def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = discard) -> Built:
-    """Check the model file and compose the engine. Raises StartFailed; takes no torch."""
+def build(
+    settings: EngineSettings,
+    *,
+    clock: Clock | None = None,
+    emit: Emit = discard,
+    cache: Path | None = None,
+) -> Built:
+    """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
+    kernels are kept in `cache`."""
     if settings.device == "cuda":
         raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
-    if settings.dtype not in ("auto", "float32"):
-        raise StartFailed(f"dtype = {settings.dtype}: this engine computes in float32; use auto")
+    if settings.dtype == "bfloat16":
+        raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     clock = clock or SystemClock()
+    cache = cache or Path.home() / ".cache" / "meterline"
     file = open_weights(settings.model)
     shape = read_shape(file)
     words = tokenizer.from_gguf(file)
@@ -86,12 +114,13 @@ def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = 
     blocks = pool_blocks(shape, settings.kv_memory_gb)
     context = min(shape.context, blocks * BLOCK_TOKENS)
     engine = Engine(
-        load=lambda: _load(file, blocks, settings.threads or _default_threads()),
+        load=lambda: _load(file, blocks, settings, cache),
         tokenizer=words,
         clock=clock,
         emit=emit,
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
+        prefix_cache=settings.prefix_cache,
     )
     name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
@@ -108,7 +137,7 @@ def serve(
     settings: EngineSettings,
     listen: Listen,
     *,
-    emit: Emit = discard,
+    telemetry: Telemetry | None = None,
     on_ready: Callable[[str], None] | None = None,
     drain_s: float = DRAIN_S,
     exit_with_parent: bool = False,
@@ -119,8 +148,12 @@ def serve(
     the socket."""
     parent = os.getppid() if exit_with_parent else None
     prepare_environment(os.environ)
+    told = telemetry or Telemetry()
+    logs.configure(fmt=told.log_format)
+    spans = _open_spans(told)
     try:
-        built = build(settings, emit=emit)
+        emit = discard if spans is None else exporting(spans)
+        built = build(settings, emit=emit, cache=cache_folder(os.environ))
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)
@@ -130,6 +163,25 @@ def serve(
         bound.close()
         if listen.uds is not None:
             listen.uds.unlink(missing_ok=True)
+        if spans is not None:
+            spans.close()
+
+
+def _open_spans(telemetry: Telemetry) -> SpanExport | None:
+    if telemetry.otlp_endpoint is not None:
+        sink: OtlpSink | FileSink = OtlpSink(telemetry.otlp_endpoint)
+    elif telemetry.spans_file is not None:
+        sink = FileSink(telemetry.spans_file)
+    else:
+        return None
+    return SpanExport(sink, service_name=telemetry.service_name, service_version=_version())
+
+
+def _version() -> str:
+    try:
+        return metadata.version("meterline")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0"
 
 
 class _Server(uvicorn.Server):
@@ -148,7 +200,7 @@ async def _run(
 ) -> int:
     engine = built.engine
     config = uvicorn.Config(
-        built.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75,
+        built.app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = _Server(config)
@@ -190,11 +242,20 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
     told_to_stop.set()
 
 
-def _load(file: GgufFile, blocks: int, threads: int) -> Runner:
+def _load(file: GgufFile, blocks: int, settings: EngineSettings, cache: Path) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
     from backends.engine.runner import CpuRunner
 
-    return CpuRunner(file, kv_blocks=blocks, threads=threads)
+    runner = CpuRunner(
+        file,
+        kv_blocks=blocks,
+        threads=settings.threads or default_threads(),
+        dtype="auto" if settings.dtype == "bfloat16" else settings.dtype,
+        kernels=settings.kernels,
+        tools=Toolchain.of_this_machine(cache),
+    )
+    sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
+    return runner
 
 
 def _load_problem(error: BaseException | None) -> str:
@@ -209,7 +270,7 @@ def _load_problem(error: BaseException | None) -> str:
             return f"loading the model failed: {type(error).__name__}: {error}"
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
     info = Path("/proc/cpuinfo")
     available = os.sched_getaffinity(0)
     return physical_cores(info.read_text() if info.exists() else "", available)

@@ -16,6 +16,7 @@ from backends.engine.tokenizer import TextDecoder
 class FinishReason(StrEnum):
     STOP = "stop"  # an end token or a stop string
     LENGTH = "length"
+    CANCELLED = "cancelled"  # told to stop by whoever pays for it; clients never see it
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -34,6 +35,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the largest logit is all there is to know."""
+        return self.is_greedy and self.is_plain and self.logprobs is None
 
     @property
     def is_plain(self) -> bool:
@@ -109,6 +115,11 @@ class Job:
         self.sequences: list[Sequence] = []
         self.open_choices = 0
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, each counted once, however many choices continue it."""
+        return sum(sequence.cached_tokens for sequence in self.sequences[:: self.request.n])
+
 
 class Entries:
     """Log-probabilities wait for their text: a token whose text is held back as a possible stop
@@ -150,7 +161,7 @@ class Sequence:
     the prompt again."""
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries",
+        "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
         "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed", "n_prompt",
         "n_published", "root", "seed", "seen", "stops", "tokens",
     )  # fmt: skip
@@ -190,6 +201,7 @@ class Sequence:
         self.decoder = decoder
         self.stops = stops
         self.entries = Entries()
+        self.finish: FinishReason | None = None
 
     @property
     def n_output(self) -> int:
@@ -273,7 +285,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     body_params: int
     head_params: int
-    weight_bytes: int  # per parameter
+    weight_bytes: float  # per parameter
     layers: int
     heads: int
     head_dim: int

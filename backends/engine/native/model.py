@@ -36,9 +36,7 @@ class NativeModel:
         self, file: GgufFile, library: Library, *, kv_blocks: int, threads: int, dtype: Dtype
     ) -> None:
         self.shape = shape = read_shape(file)
-        for size in (shape.hidden, shape.feed_forward, shape.head_dim):
-            if size % _GROUP:
-                raise Unavailable(f"the compiled step needs multiples of {_GROUP}, not {size}")
+        check_shape(shape)
         self._library = library
         self._kept: list[Array] = []  # what the C++ side points to
         table = (shape.vocab, shape.hidden)
@@ -87,7 +85,10 @@ class NativeModel:
         (valid until the next call), and the lowest best id of each, -1 where they are no numbers.
         """
         tokens = [token for row in rows for token in row.tokens]
-        places, tables, wanted, begin = [], [], [], 0
+        places: list[tuple[int, int, int, int]] = []
+        tables: list[int] = []
+        wanted: list[int] = []
+        begin = 0
         for row in rows:
             places.append((begin, row.start, row.count, len(tables)))
             tables += row.sequence.blocks[: blocks_for(row.context)]
@@ -122,6 +123,13 @@ class NativeModel:
     def _weight(self, packed: Packed) -> WeightStruct:
         self._kept += [packed.data] if packed.scales is None else [packed.data, packed.scales]
         return weight_struct(packed)
+
+
+def check_shape(shape: ModelShape) -> None:
+    """Raises Unavailable for a model that does not come in whole groups."""
+    for size in (shape.hidden, shape.feed_forward, shape.head_dim):
+        if size % _GROUP:
+            raise Unavailable(f"the compiled step needs multiples of {_GROUP}, not {size}")
 
 
 def weight_struct(packed: Packed) -> WeightStruct:
