@@ -173,11 +173,14 @@ class ConfigWatcher:
         path: Path,
         holder: RuntimeHolder,
         *,
+        adapt: Callable[[Config], Config] = lambda written: written,
         after: Callable[[Config], Awaitable[None]] | None = None,
         every_s: float = 1.0,
     ) -> None:
-        """`after` runs with each config that was taken up, e.g. to publish its prices."""
+        """`adapt` makes what the file says what is meant, e.g. by options of the command line;
+        `after` runs with each config that was taken up, e.g. to publish its prices."""
         self.path = path
+        self._adapt = adapt
         self._after = after
         self.now = asyncio.Event()
         self._holder = holder
@@ -195,7 +198,7 @@ class ConfigWatcher:
     async def reload(self) -> None:
         """Read the file and swap. Logs one line for each problem and keeps the old config."""
         try:
-            config = load(self.path)
+            config = self._adapt(load(self.path))
             self._holder.reload(config)
         except ConfigInvalid as error:
             self._holder.reload_failures += 1
