@@ -19,7 +19,7 @@ from msgspec import Struct
 
 SOURCE = Path(__file__).with_name("step.cpp")
 _FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread",
+    "-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 _NEEDED = ("avx2", "fma", "f16c")
 _COMPILERS = ("c++", "g++", "clang++")

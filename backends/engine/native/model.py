@@ -138,9 +138,7 @@ def weight_struct(packed: Packed) -> WeightStruct:
     if packed.scales is not None:
         address = ctypes.c_void_p(packed.scales.ctypes.data)
         scales = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
-    return WeightStruct(
-        packed.format, packed.rows, packed.columns, packed.data.ctypes.data, scales
-    )
+    return WeightStruct(packed.format, packed.rows, packed.columns, packed.data.ctypes.data, scales)
 
 
 def _layer(

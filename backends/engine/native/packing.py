@@ -111,8 +111,10 @@ def _stacked(parts: Sequence[tuple[Array, ...]], order: Array | None) -> list[Ar
 
 def _q4(quants: Array, scales: Array, minima: Array) -> Packed:
     rows, groups, _ = quants.shape
-    # (tile, half, output, group, step) of four nibbles in four bytes
-    fours = np.ascontiguousarray(quants).view(np.uint32).reshape(rows // _TILE, 2, 8, groups, 8)
+    # (tile, half, output, group, step) of four nibbles in four bytes; inputs 0 and 2 in the first
+    # two, so that a shift of 8 turns the pair (0, 1) of 16-bit lanes into the pair (2, 3).
+    swapped = quants.reshape(rows, groups, 8, 4)[..., [0, 2, 1, 3]]
+    fours = np.ascontiguousarray(swapped).view(np.uint32).reshape(rows // _TILE, 2, 8, groups, 8)
     low, high = fours[:, 0], fours[:, 1]
     data = np.ascontiguousarray((low | high << 4).transpose(0, 2, 3, 1))
     both = np.stack([_by_tile(scales), _by_tile(minima)], axis=2)  # (tile, group, 2, 16)

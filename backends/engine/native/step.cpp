@@ -110,17 +110,17 @@ inline __m256 exponential(__m256 x) {
 
 // ── activations ──────────────────────────────────────────────────────────────────────────────
 
-// What a linear layer reads: floats, or bytes in groups of 32 with a scale and the scaled sum.
+// What a linear layer reads: floats, or 16-bit numbers in groups of 32 with a scale and their sum.
 struct Input {
   int columns = 0;
   std::vector<float> floats, scales, sums;
-  std::vector<int8_t> bytes;
+  std::vector<int16_t> shorts;
 
   void resize(int rows, int width) {
     columns = width;
     const size_t size = static_cast<size_t>(rows) * width;
     if (floats.size() < size) {
-      floats.resize(size), bytes.resize(size);
+      floats.resize(size), shorts.resize(size);
       scales.resize(size / kGroup + 1), sums.resize(size / kGroup + 1);
     }
   }
@@ -139,19 +139,19 @@ struct Input {
       most = _mm256_max_ps(most, _mm256_andnot_ps(sign, v[i]));
     }
     const float peak = largest(most);
-    const __m256 up = _mm256_set1_ps(peak > 0 ? 127.0f / peak : 0.0f);
+    const __m256 up = _mm256_set1_ps(peak > 0 ? 32767.0f / peak : 0.0f);
     __m256i n[4];
     for (int i = 0; i < 4; ++i) n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], up));
+    for (int i = 0; i < 4; i += 2) {
+      const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(n[i], n[i + 1]), 0xd8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(&shorts[at + 8 * i]), both);
+    }
     __m256i all = _mm256_add_epi32(_mm256_add_epi32(n[0], n[1]), _mm256_add_epi32(n[2], n[3]));
     all = _mm256_hadd_epi32(all, all), all = _mm256_hadd_epi32(all, all);
     const int total = _mm256_extract_epi32(all, 0) + _mm256_extract_epi32(all, 4);
-    __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]),
-                                        _mm256_packs_epi32(n[2], n[3]));
-    packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(&bytes[at]), packed);
     // A group that is not finite stays so: its scale poisons what is computed from it.
-    scales[at / kGroup] = peak / 127.0f;
-    sums[at / kGroup] = peak / 127.0f * static_cast<float>(total);
+    scales[at / kGroup] = peak / 32767.0f;
+    sums[at / kGroup] = peak / 32767.0f * static_cast<float>(total);
   }
 
   void put_normalised(Format format, int row, const float* x, const float* weight, float epsilon) {
@@ -179,6 +179,11 @@ inline __m256 halves(const uint16_t* at) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }
 
+// Unrolled early, so that arrays of registers become registers.
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); ++i)
+#define EACH_ROW EACH(r, R)
+#define EACH_HALF EACH(half, 2)
+
 template <int R, bool kIsHalf>
 void tile_float(const Weight& w, int tile, const Input& in, int row, float* out, int stride) {
   const size_t begin = static_cast<size_t>(tile) * w.columns * kWide;
@@ -186,104 +191,78 @@ void tile_float(const Weight& w, int tile, const Input& in, int row, float* out,
   const uint16_t* half = static_cast<const uint16_t*>(w.data) + begin;
   const float* x = in.floats.data() + static_cast<size_t>(row) * in.columns;
   __m256 acc[R][2];
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+  EACH_ROW acc[r][0] = acc[r][1] = _mm256_setzero_ps();
   for (int k = 0; k < w.columns; ++k) {
     const __m256 w0 = kIsHalf ? halves(half + k * kWide) : _mm256_loadu_ps(wide + k * kWide);
     const __m256 w1 = kIsHalf ? halves(half + k * kWide + 8) : _mm256_loadu_ps(wide + k * kWide + 8);
-    for (int r = 0; r < R; ++r) {
+    EACH_ROW {
       const __m256 a = _mm256_broadcast_ss(x + static_cast<size_t>(r) * in.columns + k);
       acc[r][0] = _mm256_fmadd_ps(w0, a, acc[r][0]);
       acc[r][1] = _mm256_fmadd_ps(w1, a, acc[r][1]);
     }
   }
-  for (int r = 0; r < R; ++r) {
+  EACH_ROW {
     _mm256_storeu_ps(out + r * stride, acc[r][0]);
     _mm256_storeu_ps(out + r * stride + 8, acc[r][1]);
   }
 }
 
-inline __m256i four_bytes(const int8_t* at) {
+inline __m256i pair(const int16_t* at) {
   int32_t value;
-  std::memcpy(&value, at, 4);
+  std::memcpy(&value, at, sizeof value);
   return _mm256_set1_epi32(value);
 }
 
-// Nibbles times bytes: at most 8 x 2 x 15 x 127 = 30,480 in a 16-bit lane.
-template <int R>
-void tile_q4(const Weight& w, int tile, const Input& in, int row, float* out, int stride) {
+// Nibbles or bytes times 16-bit activations, summed in 32 bits: at most 16 x 2 x 127 x 32767.
+template <int R, bool kIsQ4>
+void tile_quantised(const Weight& w, int tile, const Input& in, int row, float* out, int stride) {
+  constexpr int kBytes = kIsQ4 ? 256 : 512, kScales = kIsQ4 ? 2 * kWide : kWide;
   const int groups = w.columns / kGroup;
-  const uint8_t* data = static_cast<const uint8_t*>(w.data) + static_cast<size_t>(tile) * groups * 256;
-  const uint16_t* scales = w.scales + static_cast<size_t>(tile) * groups * 2 * kWide;
-  const int8_t* x = in.bytes.data() + static_cast<size_t>(row) * in.columns;
+  const uint8_t* data = static_cast<const uint8_t*>(w.data) + static_cast<size_t>(tile) * groups * kBytes;
+  const uint16_t* scales = w.scales + static_cast<size_t>(tile) * groups * kScales;
+  const int16_t* x = in.shorts.data() + static_cast<size_t>(row) * in.columns;
   const float* d = in.scales.data() + static_cast<size_t>(row) * groups;
   const float* s = in.sums.data() + static_cast<size_t>(row) * groups;
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256 acc[R][2];
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-  for (int g = 0; g < groups; ++g, data += 256, scales += 2 * kWide) {
+  EACH_ROW acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+  for (int g = 0; g < groups; ++g, data += kBytes, scales += kScales) {
     __m256i dot[R][2];
-    for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) {
-      const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 32 * k));
-      const __m256i w0 = _mm256_and_si256(raw, low);
-      const __m256i w1 = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low);
-      for (int r = 0; r < R; ++r) {
-        const __m256i a = four_bytes(x + static_cast<size_t>(r) * in.columns + g * kGroup + 4 * k);
-        dot[r][0] = _mm256_add_epi16(dot[r][0], _mm256_maddubs_epi16(w0, a));
-        dot[r][1] = _mm256_add_epi16(dot[r][1], _mm256_maddubs_epi16(w1, a));
+    EACH_ROW dot[r][0] = dot[r][1] = _mm256_setzero_si256();
+for (int k = 0; k < kGroup; k += 4) {
+      __m256i v[4];  // inputs k and k+1 of outputs 0-7 and 8-15, then k+2 and k+3
+      if (kIsQ4) {
+        const __m256i low = _mm256_set1_epi16(15);
+        const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 8 * k));
+        v[0] = _mm256_and_si256(raw, low);
+        v[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low);
+        v[2] = _mm256_and_si256(_mm256_srli_epi16(raw, 8), low);
+        v[3] = _mm256_srli_epi16(raw, 12);
+      } else {
+        const __m128i* eight = reinterpret_cast<const __m128i*>(data + 16 * k);
+        EACH(i, 4) v[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(eight + i));
+      }
+      EACH_ROW {
+        const int16_t* at = x + static_cast<size_t>(r) * in.columns + g * kGroup + k;
+        const __m256i first = pair(at), second = pair(at + 2);
+        EACH_HALF {
+          dot[r][half] = _mm256_add_epi32(dot[r][half], _mm256_madd_epi16(v[half], first));
+          dot[r][half] = _mm256_add_epi32(dot[r][half], _mm256_madd_epi16(v[2 + half], second));
+        }
       }
     }
-    for (int half = 0; half < 2; ++half) {
-      const __m256 scale = halves(scales + 8 * half), least = halves(scales + kWide + 8 * half);
-      for (int r = 0; r < R; ++r) {
-        const __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(dot[r][half], ones));
-        const __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(d + r * groups + g));
-        acc[r][half] = _mm256_fmadd_ps(whole, both, acc[r][half]);
-        acc[r][half] = _mm256_fmadd_ps(least, _mm256_broadcast_ss(s + r * groups + g), acc[r][half]);
-      }
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(out + r * stride, acc[r][0]);
-    _mm256_storeu_ps(out + r * stride + 8, acc[r][1]);
-  }
-}
-
-template <int R>
-void tile_q8(const Weight& w, int tile, const Input& in, int row, float* out, int stride) {
-  const int groups = w.columns / kGroup;
-  const int8_t* data = static_cast<const int8_t*>(w.data) + static_cast<size_t>(tile) * groups * 512;
-  const uint16_t* scales = w.scales + static_cast<size_t>(tile) * groups * kWide;
-  const int8_t* x = in.bytes.data() + static_cast<size_t>(row) * in.columns;
-  const float* d = in.scales.data() + static_cast<size_t>(row) * groups;
-  __m256 acc[R][2];
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-  for (int g = 0; g < groups; ++g, data += 512, scales += kWide) {
-    __m256i dot[R][2];
-    for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
-#pragma GCC unroll 4
-    for (int k = 0; k < 16; ++k) {
-      const __m128i* pair = reinterpret_cast<const __m128i*>(data + 32 * k);
-      const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128(pair));
-      const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128(pair + 1));
-      for (int r = 0; r < R; ++r) {
-        int16_t two;
-        std::memcpy(&two, x + static_cast<size_t>(r) * in.columns + g * kGroup + 2 * k, 2);
-        const __m256i a = _mm256_cvtepi8_epi16(_mm_set1_epi16(two));
-        dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(w0, a));
-        dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(w1, a));
-      }
-    }
-    for (int half = 0; half < 2; ++half) {
+    EACH_HALF {
       const __m256 scale = halves(scales + 8 * half);
-      for (int r = 0; r < R; ++r) {
+      EACH_ROW {
         const __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(d + r * groups + g));
         acc[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[r][half]), both, acc[r][half]);
+        if (kIsQ4) {
+          const __m256 least = halves(scales + kWide + 8 * half);
+          acc[r][half] = _mm256_fmadd_ps(least, _mm256_broadcast_ss(s + r * groups + g), acc[r][half]);
+        }
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
+  EACH_ROW {
     _mm256_storeu_ps(out + r * stride, acc[r][0]);
     _mm256_storeu_ps(out + r * stride + 8, acc[r][1]);
   }
@@ -294,8 +273,8 @@ void tile_of(const Weight& w, int tile, const Input& in, int row, float* out, in
   switch (w.format) {
     case kF32: return tile_float<R, false>(w, tile, in, row, out, stride);
     case kF16: return tile_float<R, true>(w, tile, in, row, out, stride);
-    case kQ8: return tile_q8<R>(w, tile, in, row, out, stride);
-    default: return tile_q4<R>(w, tile, in, row, out, stride);
+    case kQ8: return tile_quantised<R, false>(w, tile, in, row, out, stride);
+    default: return tile_quantised<R, true>(w, tile, in, row, out, stride);
   }
 }
 
@@ -303,11 +282,17 @@ void tile_of(const Weight& w, int tile, const Input& in, int row, float* out, in
 void multiply(const Weight& w, int tile, int tiles, const Input& in, int row, int count, float* out,
               int stride) {
   for (int t = 0; t < tiles; ++t, out += kWide) {
-    int r = 0;
-    for (; r + 4 <= count; r += 4) tile_of<4>(w, tile + t, in, row + r, out + r * stride, stride);
-    if (count - r == 3) tile_of<3>(w, tile + t, in, row + r, out + r * stride, stride);
-    if (count - r == 2) tile_of<2>(w, tile + t, in, row + r, out + r * stride, stride);
-    if (count - r == 1) tile_of<1>(w, tile + t, in, row + r, out + r * stride, stride);
+    for (int r = 0; r < count; r += 6) {
+      float* at = out + r * stride;
+      switch (std::min(6, count - r)) {
+        case 6: tile_of<6>(w, tile + t, in, row + r, at, stride); break;
+        case 5: tile_of<5>(w, tile + t, in, row + r, at, stride); break;
+        case 4: tile_of<4>(w, tile + t, in, row + r, at, stride); break;
+        case 3: tile_of<3>(w, tile + t, in, row + r, at, stride); break;
+        case 2: tile_of<2>(w, tile + t, in, row + r, at, stride); break;
+        case 1: tile_of<1>(w, tile + t, in, row + r, at, stride); break;
+      }
+    }
   }
 }
 
@@ -326,24 +311,24 @@ void attend_block(Query* query, const float* keys, const float* values, int firs
   const int last = query[R - 1].position;  // positions rise
   for (int t = 0; t < kBlock; t += 16) {
     __m256 dot[R][2];
-    for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = _mm256_setzero_ps();
+    EACH_ROW dot[r][0] = dot[r][1] = _mm256_setzero_ps();
     for (int d = 0; d < size; ++d) {
       const __m256 k0 = _mm256_loadu_ps(keys + d * kBlock + t);
       const __m256 k1 = _mm256_loadu_ps(keys + d * kBlock + t + 8);
-      for (int r = 0; r < R; ++r) {
+      EACH_ROW {
         const __m256 a = _mm256_broadcast_ss(query[r].q + d);
         dot[r][0] = _mm256_fmadd_ps(k0, a, dot[r][0]);
         dot[r][1] = _mm256_fmadd_ps(k1, a, dot[r][1]);
       }
     }
-    for (int r = 0; r < R; ++r) {
+    EACH_ROW {
       _mm256_store_ps(weights + r * kBlock + t, dot[r][0]);
       _mm256_store_ps(weights + r * kBlock + t + 8, dot[r][1]);
     }
   }
   const __m256 none = _mm256_set1_ps(-INFINITY);
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  for (int r = 0; r < R; ++r) {
+  EACH_ROW {
     float* weight = weights + r * kBlock;
     const __m256i seen = _mm256_set1_epi32(query[r].position - first + 1);
     __m256 most = none;
@@ -370,20 +355,20 @@ void attend_block(Query* query, const float* keys, const float* values, int firs
   const int visible = std::min(kBlock, last - first + 1);
   for (int d = 0; d < size; d += 16) {
     __m256 acc[R][2];
-    for (int r = 0; r < R; ++r) {
+    EACH_ROW {
       acc[r][0] = _mm256_loadu_ps(query[r].out + d);
       acc[r][1] = _mm256_loadu_ps(query[r].out + d + 8);
     }
     for (int t = 0; t < visible; ++t) {
       const __m256 v0 = _mm256_loadu_ps(values + t * size + d);
       const __m256 v1 = _mm256_loadu_ps(values + t * size + d + 8);
-      for (int r = 0; r < R; ++r) {
+      EACH_ROW {
         const __m256 p = _mm256_broadcast_ss(weights + r * kBlock + t);
         acc[r][0] = _mm256_fmadd_ps(p, v0, acc[r][0]);
         acc[r][1] = _mm256_fmadd_ps(p, v1, acc[r][1]);
       }
     }
-    for (int r = 0; r < R; ++r) {
+    EACH_ROW {
       _mm256_storeu_ps(query[r].out + d, acc[r][0]);
       _mm256_storeu_ps(query[r].out + d + 8, acc[r][1]);
     }
