@@ -281,7 +281,7 @@ def _check_folder(data: Path) -> None:
 
 
 async def _check_engines(engines: Mapping[str, Supervised]) -> None:
-    """Each engine has looked at its settings and its model's file, and goes on loading by itself."""
+    """Each engine has looked at its settings and its model's file, and goes on by itself."""
     for name, engine in engines.items():
         if not await engine.process.wait_checked(CHECK_S):
             state = engine.process.state
