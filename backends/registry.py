@@ -70,9 +70,8 @@ def _over_http(
 
     if settings.base_url is None:
         raise ValueError(f"backend {settings.name} needs a base_url")
-    _, socket_path = egress.split_base_url(settings.base_url)
-    client = egress.client(
-        socket_path=socket_path,
+    client = egress.pool(
+        settings.base_url,
         allow_private=settings.allow_private,
         max_connections=settings.max_concurrency,
     )
