@@ -293,6 +293,7 @@ class Incoming:
             self.is_to_the_close = b"content-length" not in self.headers and not has_no_body
         elif encoding.lower() != b"chunked":
             self._error = httpx.RemoteProtocolError("the answer has an unknown transfer encoding")
+            return
         if self._is_bodyless:
             self._may_keep = False  # the parser cannot be told, and waits for a body
             self.is_complete = True
