@@ -23,7 +23,6 @@ from backends.base import (
     BackendTruncated,
     BackendUnavailable,
     ChatRequest,
-    Chunk,
     Event,
     Phase,
 )
@@ -127,17 +126,22 @@ class OpenAICompatible:
                 if not events:
                     deadlines.check()  # comments, however many, are no answer
                 for event in events:
-                    data = event.data
-                    if data == wire.DONE:
+                    if event.data == wire.DONE:
                         is_open = False
                         break
                     if event.event == "error":
-                        raise reader.failure(data)
-                    chunk = self._chunk(reader, data, is_cut=not piece)
-                    if chunk is None:
-                        continue
-                    yield chunk
-                    deadlines.progressed(has_content=chunk.content_bytes > 0)
+                        raise reader.failure(event.data)
+                    try:
+                        chunk = reader.chunk(event.data)
+                    except BackendProtocol as error:
+                        if piece:
+                            raise
+                        raise BackendTruncated(  # no blank line closed it: it is half of one
+                            "the upstream's stream was cut inside an event", backend=self.name
+                        ) from error
+                    if chunk is not None:
+                        yield chunk
+                        deadlines.progressed(has_content=chunk.content_bytes > 0)
             final = reader.final(provider_request_id=provider_request_id)
             await self._exhaust(answer)
             yield final
@@ -252,17 +256,6 @@ class OpenAICompatible:
                 parts.append(piece)
                 size += len(piece)
         return b"".join(parts)
-
-    def _chunk(self, reader: wire.AnswerReader, data: bytes, *, is_cut: bool) -> Chunk | None:
-        """What the stream's last event says when no blank line closed it: it may be half of one."""
-        try:
-            return reader.chunk(data)
-        except BackendProtocol as error:
-            if not is_cut:
-                raise
-            raise BackendTruncated(
-                "the upstream's stream was cut inside an event", backend=self.name
-            ) from error
 
     async def _exhaust(self, answer: Answer) -> None:
         """Read the few bytes that end the body, so that the connection can be used again."""

@@ -12,6 +12,7 @@ from types import FrameType
 import click
 import msgspec
 import uvicorn
+import uvloop
 from msgspec import structs
 from typing_extensions import override
 
@@ -53,7 +54,7 @@ def serve(config: Path, host: str | None, port: int | None, log_format: logs.Log
     )
     logs.configure(fmt=log_format)
     try:
-        asyncio.run(_serve(structs.replace(settings, server=server), path))
+        uvloop.run(_serve(structs.replace(settings, server=server), path))
     except StartupError as error:
         raise BadInput(str(error)) from error
 
