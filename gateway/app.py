@@ -36,7 +36,7 @@ from gateway.api.admin import create_admin_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.config import Config, ConfigInvalid, resolve
 from gateway.errors import GatewayError
-from gateway.keys import KeyRing, PepperInvalid, Secret
+from gateway.keys import KeyRing, PepperInvalid
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
@@ -52,6 +52,7 @@ from telemetry.ledger.worker import LedgerWorker
 from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
+from telemetry.redaction import Secret
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 log = logging.getLogger(__name__)

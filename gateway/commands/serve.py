@@ -20,8 +20,8 @@ from gateway.app import VERSION, Service, StartupError, open_service
 from gateway.commands import BadInput
 from gateway.commands.files import config_option, read_config
 from gateway.config import BUNDLED_MODEL, Config
-from gateway.keys import Secret
 from telemetry import logs
+from telemetry.redaction import Secret
 
 DEFAULT_TENANT = "default"
 
