@@ -166,14 +166,13 @@ def pool(
     ssl_context: ssl.SSLContext | None = None,
 ) -> Pool:
     """Connections to the server of a `base_url`, each through the check or to its Unix socket."""
-    url, socket_path = split_base_url(base_url)
-    parts = urlsplit(url)
-    is_tls = parts.scheme == "https"
-    assert parts.hostname is not None  # split_base_url saw to it
+    text, socket_path = split_base_url(base_url)
+    url = httpx.URL(text)
+    is_tls = url.scheme == "https"
     return Pool(
         Origin(
-            host=parts.hostname,
-            port=parts.port or (443 if is_tls else 80),
+            host=url.raw_host.decode("ascii"),
+            port=url.port or (443 if is_tls else 80),
             ssl_context=_tls(ssl_context) if is_tls else None,
             socket_path=socket_path,
         ),

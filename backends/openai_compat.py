@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from importlib import metadata
 from typing import Final, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 import httpx
 
@@ -39,6 +39,7 @@ MAX_ERROR_BYTES: Final = 64 * 1024  # an error body is read only so far
 MAX_ERROR_S: Final = 2.0
 MAX_UNREAD_S: Final = 0.2  # how long the end of the connection's bytes is waited for after [DONE]
 READY_S: Final = 2.0
+CANCEL_S: Final = 0.5
 
 _PATHS: Final = {"chat": "/chat/completions", "completions": "/completions"}
 
@@ -78,17 +79,20 @@ class OpenAICompatible:
         self._max_answer_bytes = max_answer_bytes
         self._max_event_bytes = max_event_bytes
         base_url, _ = egress.split_base_url(settings.base_url or "")
-        parts = urlsplit(base_url)
-        self._targets = {surface: (parts.path + path).encode() for surface, path in _PATHS.items()}
-        self._ready_target = b"/health" if is_engine else f"{parts.path}/models".encode()
+        url = httpx.URL(base_url)
+        self._base_path = url.raw_path.removesuffix(b"/")
+        self._targets = {
+            surface: self._base_path + path.encode() for surface, path in _PATHS.items()
+        }
+        self._ready_target = b"/health" if is_engine else self._base_path + b"/models"
         self._forwards_trace = is_engine or settings.allow_private  # never to third parties
         headers: list[Header] = [
-            (b"host", parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")),
+            (b"host", url.netloc),
             (b"content-type", b"application/json"),
             (b"user-agent", user_agent().encode()),
             (b"accept-encoding", b"identity"),  # what is not encoded needs no second copy
         ]
-        self._secrets = [parts.netloc, parts.hostname or parts.netloc]
+        self._secrets = [url.netloc.decode("ascii"), url.host]
         if api_key is not None:
             if not api_key.isascii() or not api_key.isprintable():
                 raise ValueError(f"the key of backend {self.name} holds a line break or the like")
@@ -277,6 +281,43 @@ def _text(value: bytes | None) -> str | None:
 
 def _label(value: bytes | None) -> str | None:
     return None if value is None else wire.label(value.decode("latin-1"))
+
+
+class EngineServer(OpenAICompatible):
+    """Our engine: an OpenAI-compatible server that can be told to stop (`Cancellable`)."""
+
+    def __init__(
+        self,
+        settings: BackendSettings,
+        api_key: str | None,
+        client: Client,
+        *,
+        normalise: wire.Normalise,
+        provider: str = "openai",
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            api_key,
+            client,
+            normalise=normalise,
+            provider=provider,
+            is_engine=True,
+            clock=clock,
+        )
+
+    async def cancel(self, request_id: str, /) -> bool:
+        """Whether the engine knew the request and ends it now."""
+        target = b"%s/requests/%s/cancel" % (self._base_path, quote(request_id, safe="").encode())
+        request = Request(target=target, headers=self._headers_whole)
+        until = asyncio.get_running_loop().time() + CANCEL_S
+        try:
+            answer = await self._client.send(request, until=until)
+        except (httpx.HTTPError, TimeoutError):
+            return False
+        with contextlib.closing(answer):
+            await self._read_error(answer)  # so that the connection can be used again
+            return answer.status == 200
 
 
 # --- httpx's exceptions -----------------------------------------------------------------------

@@ -29,7 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 import migrations
 from backends import registry
-from backends.supervisor import Supervised
+from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
@@ -164,7 +164,14 @@ async def _build(
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     engines: dict[str, Supervised] = {}
     for settings in config.engines:
-        child = registry.build_engine(settings, sockets / f"{settings.name}.sock")
+        child = registry.build_engine(
+            settings,
+            sockets / f"{settings.name}.sock",
+            EngineTelemetry(
+                otlp_endpoint=config.telemetry.otlp_endpoint,
+                spans_file=spans_file(data, f"engine-{settings.name}"),
+            ),
+        )
         stack.push_async_callback(child.aclose)
         await child.process.start()
         engines[settings.name] = child
@@ -235,6 +242,7 @@ def create_app(
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
+        after_request=problems.stamp,
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,
