@@ -259,7 +259,8 @@ class EngineProcess:
         """Ask for its health; kill it when it loads too long or hangs."""
         patience = self._patience
         deadline_ns = self._clock.monotonic_ns() + round(patience.load_s * 1e9)
-        async with egress.client(socket_path=str(self.socket_path), max_connections=1) as client:
+        base_url = f"{egress.UNIX_SCHEME}{self.socket_path}"
+        async with egress.client(base_url, max_connections=1) as client:
             while True:
                 is_healthy = await self._is_healthy(client)
                 now_ns = self._clock.monotonic_ns()
