@@ -97,6 +97,19 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     script: Annotated[Script | None, Meta(description="For kind scripted.")] = None
 
 
+class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Guessing tokens ahead and checking several in one step. The text does not change by it."""
+
+    method: Annotated[
+        Literal["off", "prompt_lookup"],
+        Meta(
+            description="prompt_lookup: what followed the last tokens earlier in the same text. "
+            "It rests while its guesses fail. Only with native kernels."
+        ),
+    ] = "prompt_lookup"
+    max_tokens: Annotated[int, Meta(ge=1, le=16, description="Guesses in a step at most.")] = 6
+
+
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[engines]]` table: an engine that `meterline serve` starts and supervises.
 
@@ -133,6 +146,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_batch_tokens: Annotated[
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")
     ] = 512
+    speculative: Speculative = Speculative()
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="CPU threads; default: physical cores."),

@@ -18,12 +18,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from backends.engine.account import CostModel, StepClock, calibrate, charge, wall_phase
+from backends.engine.account import CostModel, StepClock, calibrate, charge, draft_price, wall_phase
 from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed
 from backends.engine.kv import BlockPool, blocks_for, chain_root
 from backends.engine.scheduler import Scheduler
 from backends.engine.seeds import lane_seed
 from backends.engine.spans import Emit, phase_spans
+from backends.engine.spec import Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
@@ -37,6 +38,7 @@ from backends.engine.types import (
     JobRequest,
     JobUsage,
     ModelFacts,
+    Outcome,
     Output,
     Row,
     Runner,
@@ -74,6 +76,8 @@ class Stats:
         self.preemptions = 0
         self.prefix_queried = 0  # prompt tokens looked up in the cache, once per prompt
         self.prefix_hit = 0
+        self.drafted = 0
+        self.accepted = 0
         self.jobs: Counter[str] = Counter()  # by how they ended
 
 
@@ -151,6 +155,7 @@ class Engine:
         max_batch_tokens: int = 512,
         max_jobs: int = 1024,
         prefix_cache: bool = True,
+        max_drafts: int = 0,
     ) -> None:
         self._load = load
         self._tokenizer = tokenizer
@@ -160,6 +165,7 @@ class Engine:
         self._max_batch_tokens = max_batch_tokens
         self._max_jobs = max_jobs
         self._prefix_cache = prefix_cache
+        self._max_drafts = max_drafts
         self._epoch_ns = clock.now_ns() - clock.monotonic_ns()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
@@ -265,6 +271,7 @@ class Engine:
             pool,
             max_batch_size=self._max_batch_size,
             max_batch_tokens=self._max_batch_tokens,
+            draft_price=lambda decodes: draft_price(decodes, costs),
         )
         if self.state is State.LOADING:
             self.state = State.READY
@@ -370,7 +377,15 @@ class Engine:
             stops=StopMatcher(request.stop),
             root=root,
             leader=leader,
+            proposer=self._proposer(request),
         )
+
+    def _proposer(self, request: JobRequest) -> Proposer | None:
+        """Only where checking several tokens at once gives the same numbers as one by one."""
+        is_strict = self.facts is not None and self.facts.is_strict
+        if not (self._max_drafts and is_strict and request.sampling.is_stateless):
+            return None
+        return Proposer(self._max_drafts)
 
     def is_end(self, token: int) -> bool:
         return token in self._tokenizer.end_tokens
@@ -512,30 +527,46 @@ class _StepLoop:
         at = next((i for i, size in enumerate(BATCH_BUCKETS) if len(rows) <= size), -1)
         stats.batch_sizes[at] += 1
         stats.batch_size_sum += len(rows)
-        for row, parts in zip(rows, charge(step_us, rows, self._costs), strict=True):
+        rejected = list(map(_rejected, rows, result.choices))
+        charges = charge(step_us, rows, self._costs, rejected)
+        for row, parts, wrong in zip(rows, charges, rejected, strict=True):
             clocks = row.sequence.job.clocks
             for phase, part_us in parts.items():
                 clocks.device_us[phase] = clocks.device_us.get(phase, 0) + part_us
                 stats.charged_us[phase] += part_us
-            stats.tokens[row.phase] += row.count
+            stats.tokens[row.phase] += row.count - wrong
+            if row.drafts:
+                came_true = len(row.drafts) - wrong
+                row.sequence.job.drafted += len(row.drafts)
+                row.sequence.job.accepted += came_true
+                stats.drafted += len(row.drafts)
+                stats.accepted += came_true
+                if row.sequence.proposer is not None:
+                    row.sequence.proposer.learn(len(row.drafts), came_true)
             if clocks.seen_step != self._step:
                 clocks.seen_step = self._step
                 clocks.steps += 1
                 clocks.neighbours += len(rows)
                 clocks.sampling_ns += result.sampling_ns
 
-    def _commit(self, row: Row, choice: TokenChoice | Exception | None) -> None:
+    def _commit(self, row: Row, choice: Outcome) -> None:
         sequence = row.sequence
         if sequence.job.job_id not in self._jobs:
             return  # another choice of the same job failed in this step
-        if isinstance(choice, Exception):
-            self._scheduler.distrust(sequence)
-        else:
-            self._scheduler.computed(sequence, row.context)
         match choice:
+            case None:
+                self._scheduler.computed(sequence, row.context)
             case TokenChoice():
+                self._scheduler.computed(sequence, row.context)
                 self._accept(sequence, choice)
+            case tuple():
+                for number, confirmed in enumerate(choice):
+                    self._scheduler.computed(sequence, row.start + 1 + number)
+                    self._accept(sequence, confirmed)
+                    if sequence.finish is not None:
+                        break  # a stop: what was guessed beyond it is not said
             case Exception():
+                self._scheduler.distrust(sequence)
                 message = getattr(choice, "message", None) or str(choice)
                 log.error("job %d failed: %s", sequence.job.job_id, message)
                 self._end(sequence.job, Failed(message), "failed")
@@ -604,6 +635,12 @@ class _StepLoop:
         self._engine.post_outputs(outputs)
 
 
+def _rejected(row: Row, choice: Outcome) -> int:
+    """Drafts that did not come true. Of a row that failed, all."""
+    confirmed = len(choice) - 1 if isinstance(choice, tuple) else 0
+    return len(row.drafts) - confirmed
+
+
 def _usage(job: Job) -> JobUsage:
     """What was computed: all of it for a job that ended well, less for one that was stopped."""
     clocks: Clocks = job.clocks
@@ -624,6 +661,8 @@ def _usage(job: Job) -> JobUsage:
         decode_s=max(0, clocks.last_token_ns - first_ns) / 1e9,
         sampling_s=clocks.sampling_ns / 1e9,
         preemptions=job.preemptions,
+        drafted=job.drafted,
+        accepted=job.accepted,
         device_us=dict(clocks.device_us),
     )
 

@@ -241,5 +241,6 @@ def _usage(usage: JobUsage) -> Usage:
             cached_tokens=usage.cached_tokens,
             preemptions=usage.preemptions,
             device_us=DeviceUs(**usage.device_us),
+            spec=Speculation(usage.drafted, usage.accepted),
         ),
     )

@@ -21,7 +21,7 @@ from backends.engine.native.model import NativeModel, check_shape, weight_struct
 from backends.engine.native.packing import Dtype, Part, pack
 from backends.engine.sampler import sample
 from backends.engine.shape import ModelShape, read_shape
-from backends.engine.types import ModelFacts, Row, StepResult, TokenChoice
+from backends.engine.types import ModelFacts, Outcome, Row, StepResult, TokenChoice
 
 Kernels = Literal["auto", "native", "torch"]
 
@@ -77,16 +77,20 @@ class CpuRunner:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> StepResult:
-        logits, best = self._decoder.logits(rows)
+        logits, known = self._decoder.logits(rows)
+        best: Sequence[int | None] = [None] * len(logits) if known is None else known
         started_ns = time.perf_counter_ns()
-        choices: list[TokenChoice | Exception | None] = []
+        choices: list[Outcome] = []
         at = 0
         for row in rows:
-            if not row.needs_token:
+            mine = range(at, at + row.logits_rows)
+            at = mine.stop
+            if row.drafts:
+                choices.append(_confirmed(logits, best, row, mine))
+            elif row.needs_token:
+                choices.append(_sampled(logits[mine[0]], row, best[mine[0]]))
+            else:
                 choices.append(None)
-                continue
-            choices.append(_sampled(logits[at], row, None if best is None else best[at]))
-            at += 1
         return StepResult(choices, time.perf_counter_ns() - started_ns)
 
 
@@ -168,6 +172,23 @@ def _sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | 
         return error  # this sequence fails; its neighbours do not
 
 
+def _confirmed(
+    logits: torch.Tensor, best: Sequence[int | None], row: Row, mine: range
+) -> tuple[TokenChoice, ...] | Exception:
+    """Choose token after token, as long as the choice is what was guessed."""
+    confirmed: list[TokenChoice] = []
+    for at, draft in zip(mine, (*row.drafts, None), strict=True):
+        choice = _sampled(logits[at], row, best[at])
+        if isinstance(choice, Exception):
+            if not confirmed:
+                return choice
+            break  # it fails in the next step, when this token is its turn
+        confirmed.append(choice)
+        if choice.token != draft:
+            break
+    return tuple(confirmed)
+
+
 def _facts(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
     shape = decoder.shape
     return ModelFacts(
@@ -181,4 +202,5 @@ def _facts(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> Mo
         vocab=shape.vocab,
         kv_token_bytes=shape.kv_token_bytes,
         kv_blocks=kv_blocks,
+        is_strict=isinstance(decoder, _Native),
     )

@@ -14,6 +14,7 @@ sequence larger than the pool is never accepted, so somebody always advances.
 """
 
 from bisect import insort
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -31,7 +32,15 @@ class Plan(Struct, frozen=True):
 class Scheduler:
     """Owns the queue and the blocks of every sequence in it."""
 
-    def __init__(self, pool: BlockPool, *, max_batch_size: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        draft_price: Callable[[int], float] = lambda decodes: 1.0,
+    ) -> None:
+        self._draft_price = draft_price
         self.pool = pool
         self.waiting: list[Sequence] = []  # sorted by _rank
         self.running: list[Sequence] = []  # sorted by _rank
@@ -79,7 +88,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._copies = []
         rows = self._decodes(preempted)
-        budget = self._max_batch_tokens - len(rows)
+        budget = self._max_batch_tokens - sum(row.count for row in rows)
         # While others decode, a prompt takes a quarter of the budget per step, so that the time
         # between their tokens stays near what it was.
         chunk = max(64, self._max_batch_tokens // 4) if rows else self._max_batch_tokens
@@ -95,13 +104,33 @@ class Scheduler:
         return Plan(rows, admitted, preempted, self._copies)
 
     def _decodes(self, preempted: list[Sequence]) -> list[Row]:
-        rows = []
+        rows: list[Row] = []
+        decodes = sum(sequence.is_decoding for sequence in self.running)
+        room = self._max_batch_tokens - decodes
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.is_decoding:
                 continue  # preempted for one before it, or still at its prompt
             if self._grow(sequence, preempted):
-                rows.append(Row(sequence, sequence.n_computed, 1))
+                drafts = self._drafts(sequence, room, decodes)
+                room -= len(drafts)
+                rows.append(Row(sequence, sequence.n_computed, 1 + len(drafts), drafts))
         return rows
+
+    def _drafts(self, sequence: Sequence, room: int, decodes: int) -> tuple[int, ...]:
+        """Guesses to check beside its token, if blocks are free for them."""
+        limit = min(room, sequence.max_tokens - sequence.n_output - 1)
+        if sequence.proposer is None or limit < 1:
+            return ()
+        drafts = sequence.proposer.propose(sequence.tokens, limit, self._draft_price(decodes))
+        missing = blocks_for(sequence.n_computed + 1 + len(drafts)) - len(sequence.blocks)
+        if missing > 0:
+            spare = self.pool.free - len(self.running)
+            more = None
+            if spare >= missing:
+                more = self.pool.allocate(missing, after=sequence.blocks[-1])
+            sequence.blocks += more or []
+        held = len(sequence.blocks) * BLOCK_TOKENS - sequence.n_computed - 1
+        return drafts[: max(0, held)]
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Make room for one more token; False if it was itself the one to give way."""
@@ -109,14 +138,15 @@ class Scheduler:
             return True
         while (more := self.pool.allocate(1, after=sequence.blocks[-1])) is None:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             preempted.append(victim)
             if victim is sequence:
                 return False
         sequence.blocks += more
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
+    def preempt(self, victim: Sequence) -> None:
+        """It gives its blocks back, waits, and computes again what nobody keeps."""
         self.running.remove(victim)
         self.pool.release(victim.blocks)
         victim.n_computed = victim.n_published = 0

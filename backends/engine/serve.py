@@ -106,6 +106,7 @@ def build(
     if settings.dtype == "bfloat16":
         raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     clock = clock or SystemClock()
+    speculative = settings.speculative
     cache = cache or Path.home() / ".cache" / "meterline"
     file = open_weights(settings.model)
     shape = read_shape(file)
@@ -121,6 +122,7 @@ def build(
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         prefix_cache=settings.prefix_cache,
+        max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
     name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(

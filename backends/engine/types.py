@@ -9,6 +9,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
+from backends.engine.spec import Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import TextDecoder
 
@@ -40,6 +41,12 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def takes_best(self) -> bool:
         """Whether the largest logit is all there is to know."""
         return self.is_greedy and self.is_plain and self.logprobs is None
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether a choice does not change what the next is chosen from, beside the text."""
+        no_penalty = self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        return no_penalty and self.repetition_penalty == 1.0
 
     @property
     def is_plain(self) -> bool:
@@ -105,13 +112,18 @@ class Clocks:
 class Job:
     """One request from intake to its terminal event. `sequences` in order of choice index."""
 
-    __slots__ = ("clocks", "job_id", "open_choices", "preemptions", "request", "sequences")
+    __slots__ = (
+        "accepted", "clocks", "drafted", "job_id", "open_choices", "preemptions", "request",
+        "sequences",
+    )  # fmt: skip
 
     def __init__(self, job_id: int, request: JobRequest, arrived_ns: int) -> None:
         self.job_id = job_id
         self.request = request
         self.clocks = Clocks(arrived_ns)
         self.preemptions = 0
+        self.drafted = 0  # guessed tokens that were checked, and that came true
+        self.accepted = 0
         self.sequences: list[Sequence] = []
         self.open_choices = 0
 
@@ -163,7 +175,7 @@ class Sequence:
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
         "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed", "n_prompt",
-        "n_published", "root", "seed", "seen", "stops", "tokens",
+        "n_published", "proposer", "root", "seed", "seen", "stops", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +191,7 @@ class Sequence:
         stops: StopMatcher,
         root: bytes | None = None,
         leader: "Sequence | None" = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.job = job
         self.index = index
@@ -192,6 +205,7 @@ class Sequence:
         self.keys: list[bytes] = []
         self.n_published = 0
         self.leader = leader
+        self.proposer = proposer
         self.cached_tokens = 0  # of the prompt, found when it was first admitted
         self.max_tokens = max_tokens
         self.seed = seed
@@ -269,11 +283,14 @@ class Row(Struct, frozen=True):
         return "decode" if self.start >= self.sequence.n_prompt else "prefill"
 
 
+Outcome = TokenChoice | tuple[TokenChoice, ...] | Exception | None
+
+
 class StepResult(Struct, frozen=True):
     """`choices[i]` belongs to the i-th row: None where no token was due, an exception where this
-    row failed alone."""
+    row failed alone; for a row with drafts, those that came true and the token after them."""
 
-    choices: list[TokenChoice | Exception | None]
+    choices: list[Outcome]
     sampling_ns: int
 
 
@@ -292,6 +309,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab: int
     kv_token_bytes: int
     kv_blocks: int
+    is_strict: bool = False  # a token's numbers do not depend on how it is computed
 
 
 class Runner(Protocol):
@@ -328,6 +346,8 @@ class JobUsage(Struct, frozen=True, kw_only=True):
     decode_s: float
     sampling_s: float
     preemptions: int
+    drafted: int = 0
+    accepted: int = 0
     device_us: dict[str, int] = field(default_factory=dict)
 
 

@@ -40,10 +40,14 @@ def words(weights: GgufFile) -> Tokenizer:
     return tokenizer.from_gguf(weights)
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(
+    scope="module", params=[("torch", "float32"), ("native", "float32"), ("native", "auto")],
+    ids="-".join,
+)  # fmt: skip
 def runner(weights: GgufFile, request: pytest.FixtureRequest) -> Runner:
-    """Both decoders, nothing rounded."""
-    return runner_of(weights, kernels=request.param, dtype="float32")
+    """Both decoders with nothing rounded, and the default."""
+    kernels, dtype = request.param
+    return runner_of(weights, kernels=kernels, dtype=dtype)
 
 
 def runner_of(weights: GgufFile, *, kernels: "Kernels", dtype: Dtype) -> Runner:

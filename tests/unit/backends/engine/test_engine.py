@@ -35,11 +35,16 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @asynccontextmanager
 async def running(
-    words: Tokenizer, runner: Runner, *, emit: Emit = discard, max_jobs: int = 64
+    words: Tokenizer,
+    runner: Runner,
+    *,
+    emit: Emit = discard,
+    max_jobs: int = 64,
+    max_drafts: int = 0,
 ) -> AsyncIterator[Engine]:
     engine = Engine(
         load=lambda: runner, tokenizer=words, clock=SystemClock(), emit=emit,
-        max_batch_size=4, max_batch_tokens=64, max_jobs=max_jobs,
+        max_batch_size=4, max_batch_tokens=64, max_jobs=max_jobs, max_drafts=max_drafts,
     )  # fmt: skip
     engine.start()
     await engine.loaded()
