@@ -146,6 +146,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_batch_tokens: Annotated[
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")
     ] = 512
+    step_target_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that a step should take while answers are being generated: a long "
+            "prompt beside them is computed in chunks that fit (of 64 tokens at least).",
+        ),
+    ] = 0.25
     speculative: Speculative = Speculative()
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,

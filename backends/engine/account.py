@@ -146,6 +146,14 @@ def wasted(work: Work, rejected: int, model: CostModel) -> float:
     return own_s * rejected / work.tokens + rejected * model.head_row_s
 
 
+def prompt_room(decodes: int, model: CostModel, target_s: float) -> int:
+    """Prompt tokens that a step of so many decodes can take on and still end within the target."""
+    rows_s = model.head_row_s + model.sample_row_s
+    fixed_s = model.step_s + max(model.head_stream_s, decodes * rows_s)
+    body_s = target_s - fixed_s
+    return max(0, int(body_s / model.body_token_s) - decodes)
+
+
 def draft_price(decodes: int, model: CostModel) -> float:
     """What checking one draft costs, as a part of what a step of so many decodes costs each."""
     step_s = model.step_s + max(model.body_stream_s, decodes * model.body_token_s)

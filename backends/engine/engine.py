@@ -18,7 +18,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-from backends.engine.account import CostModel, StepClock, calibrate, charge, draft_price, wall_phase
+from backends.engine.account import (
+    CostModel,
+    StepClock,
+    calibrate,
+    charge,
+    draft_price,
+    prompt_room,
+    wall_phase,
+)
 from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed
 from backends.engine.kv import BlockPool, blocks_for, chain_root
 from backends.engine.scheduler import Scheduler
@@ -156,6 +164,7 @@ class Engine:
         max_jobs: int = 1024,
         prefix_cache: bool = True,
         max_drafts: int = 0,
+        step_target_s: float = 0.25,
     ) -> None:
         self._load = load
         self._tokenizer = tokenizer
@@ -166,6 +175,7 @@ class Engine:
         self._max_jobs = max_jobs
         self._prefix_cache = prefix_cache
         self._max_drafts = max_drafts
+        self._step_target_s = step_target_s
         self._epoch_ns = clock.now_ns() - clock.monotonic_ns()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
@@ -272,6 +282,7 @@ class Engine:
             max_batch_size=self._max_batch_size,
             max_batch_tokens=self._max_batch_tokens,
             draft_price=lambda decodes: draft_price(decodes, costs),
+            prompt_room=lambda decodes: prompt_room(decodes, costs, self._step_target_s),
         )
         if self.state is State.LOADING:
             self.state = State.READY

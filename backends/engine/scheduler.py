@@ -3,6 +3,7 @@
 Rules, in this order:
 1. Running sequences that decode get their one token first: a long prompt never stops them.
 2. Running prompts go on in chunks, within what is left of the token budget.
+   While others decode, that budget is what keeps the step near its target time.
 3. Newcomers join, by (priority, arrival), if their whole remaining text plus headroom fits in
    free blocks: a half-admitted sequence would hold blocks and wait for others that do the same.
    They begin after what the pool still knows of their text, and always compute one token at
@@ -10,7 +11,8 @@ Rules, in this order:
    first has computed it, share its full blocks and copy the last, partial one.
 When a decode needs a block and none is free, the sequence that comes last by (priority, arrival)
 gives its blocks back and computes its text again later. The first one is never a victim and a
-sequence larger than the pool is never accepted, so somebody always advances.
+sequence larger than the pool is never accepted, so somebody always advances. A waiting sequence
+gains one priority level for every `AGE_STEPS` steps, so that nobody waits for ever.
 """
 
 from bisect import insort
@@ -20,6 +22,8 @@ from msgspec import Struct
 
 from backends.engine.kv import BLOCK_TOKENS, BlockPool, blocks_for, extend_chain
 from backends.engine.types import Row, Sequence
+
+AGE_STEPS = 512
 
 
 class Plan(Struct, frozen=True):
@@ -39,7 +43,11 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         draft_price: Callable[[int], float] = lambda decodes: 1.0,
+        prompt_room: Callable[[int], int] | None = None,
     ) -> None:
+        """`prompt_room(decodes)`: prompt tokens that may join a step of so many decodes."""
+        self._prompt_room = prompt_room or (lambda decodes: max_batch_tokens // 4)
+        self._step = 0
         self._draft_price = draft_price
         self.pool = pool
         self.waiting: list[Sequence] = []  # sorted by _rank
@@ -87,12 +95,12 @@ class Scheduler:
         """The next step. No rows: there is nothing to do."""
         preempted: list[Sequence] = []
         self._copies = []
+        self._step += 1
+        self._age()
         rows = self._decodes(preempted)
         budget = self._max_batch_tokens - sum(row.count for row in rows)
-        # While others decode, a prompt takes a quarter of the budget per step, so that the time
-        # between their tokens stays near what it was.
-        chunk = max(64, self._max_batch_tokens // 4) if rows else self._max_batch_tokens
-        budget = min(budget, chunk)
+        if rows:
+            budget = min(budget, max(BLOCK_TOKENS, self._prompt_room(len(rows))))
         for sequence in self.running:
             if budget > 0 and not sequence.is_decoding:
                 rows.append(_chunk(sequence, budget))
@@ -165,9 +173,22 @@ class Scheduler:
                 break  # strictly in order: a smaller one behind it would starve it
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_rank)
+            sequence.waited_since = None
             admitted.append(sequence)
             budget -= min(budget, sequence.n_pending)
         return admitted
+
+    def _age(self) -> None:
+        is_changed = False
+        for sequence in self.waiting:
+            if sequence.waited_since is None:
+                sequence.waited_since = self._step
+            elif self._step - sequence.waited_since >= AGE_STEPS:
+                sequence.waited_since = self._step
+                sequence.priority -= 1
+                is_changed = True
+        if is_changed:
+            self.waiting.sort(key=_rank)
 
     def _place(self, sequence: Sequence) -> bool:
         """Give it blocks for its whole text and one token more, or none."""
@@ -210,7 +231,7 @@ class Scheduler:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.job.request.priority, sequence.arrival
+    return sequence.priority, sequence.arrival
 
 
 def _chunk(sequence: Sequence, budget: int) -> Row:

@@ -122,6 +122,7 @@ def build(
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         prefix_cache=settings.prefix_cache,
+        step_target_s=settings.step_target_s,
         max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
     name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem

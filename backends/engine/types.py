@@ -175,7 +175,8 @@ class Sequence:
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
         "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed", "n_prompt",
-        "n_published", "proposer", "root", "seed", "seen", "stops", "tokens",
+        "n_published", "priority", "proposer", "root", "seed", "seen", "stops", "tokens",
+        "waited_since",
     )  # fmt: skip
 
     def __init__(
@@ -205,6 +206,8 @@ class Sequence:
         self.keys: list[bytes] = []
         self.n_published = 0
         self.leader = leader
+        self.priority = job.request.priority  # it falls, that is rises, while it waits
+        self.waited_since: int | None = None  # the scheduler's step
         self.proposer = proposer
         self.cached_tokens = 0  # of the prompt, found when it was first admitted
         self.max_tokens = max_tokens

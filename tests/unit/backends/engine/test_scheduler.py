@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.engine.kv import BlockPool, blocks_for
-from backends.engine.scheduler import Plan, Scheduler
+from backends.engine.scheduler import AGE_STEPS, Plan, Scheduler
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Row, Sequence
 from tests.fakes.engine import sequence
@@ -155,6 +155,33 @@ def test_lower_priority_numbers_go_first(words: Tokenizer) -> None:
         order += [row.sequence.job.job_id for row in plan.rows]
         compute(scheduler, plan)
     assert order == [2, 3, 1]
+
+
+def test_who_waits_long_rises(words: Tokenizer) -> None:
+    """One of a low priority is overtaken by later ones of a high priority, but not for ever."""
+    scheduler = Scheduler(BlockPool(8), max_batch_size=1, max_batch_tokens=512)
+    low = sequence(words, [5], number=0, priority=2, max_tokens=1)
+    scheduler.add(low)
+    number = 0
+    while low.n_output == 0:
+        number += 1
+        assert number < 4 * AGE_STEPS
+        scheduler.add(sequence(words, [5], number=number, priority=0, max_tokens=1))
+        compute(scheduler, scheduler.plan())
+    assert number > 2 * AGE_STEPS
+
+
+def test_a_prompt_takes_what_the_step_target_leaves(words: Tokenizer) -> None:
+    """Beside decodes a prompt's chunk is what the cost model allows, and one block at least."""
+    for room, count in [(200, 200), (3, 64)]:
+        scheduler = Scheduler(
+            BlockPool(64), max_batch_size=4, max_batch_tokens=512,
+            prompt_room=lambda decodes, room=room: room,
+        )  # fmt: skip
+        scheduler.add(sequence(words, [5] * 10, number=1, max_tokens=9))
+        compute(scheduler, scheduler.plan())
+        scheduler.add(sequence(words, [5] * 400, number=2, max_tokens=9))
+        assert shape(scheduler.plan().rows) == [(1, 10, 1), (2, 0, count)]
 
 
 def test_the_last_one_gives_way_when_blocks_run_out(words: Tokenizer) -> None:
