@@ -10,20 +10,24 @@ import importlib.util
 import os
 import random
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from backends.engine import tokenizer
 from backends.engine.engine import Engine
 from backends.engine.gguf import GgufFile
+from backends.engine.kv import blocks_for
 from backends.engine.native.library import Toolchain
 from backends.engine.runner import CpuRunner
 from backends.engine.serve import cache_folder, default_threads, prepare_environment
 from backends.engine.spans import discard
+from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import Tokenizer
-from backends.engine.types import Delta, Done, JobRequest, Row, Sampling, StepResult
+from backends.engine.types import Delta, Done, Job, JobRequest, Row, Sampling, StepResult
+from backends.engine.types import Sequence as Choice
 from backends.engine.weights import BUNDLED_NAME, open_weights
 from telemetry.clock import SystemClock
 from tests.bench import roofline
@@ -67,19 +71,29 @@ async def ask(engine: Engine, prompt: Sequence[int], output: int) -> Timed:
 
 
 class _Rows(Table):
-    """A row may have no limit to stand beside."""
+    """A row may have no limit to stand beside. Shown as they come: all take minutes."""
 
     def add(self, *cells: object) -> None:
         super().add(*cells, *[""] * (len(self.columns) - len(cells)))
+        sys.stderr.write(" | ".join(map(str, cells)) + "\n")
 
 
 class Rig:
     """One runner; an engine around it for each measurement."""
 
-    def __init__(self, file: GgufFile, words: Tokenizer, *, kernels: str, dtype: str) -> None:
+    def __init__(
+        self,
+        file: GgufFile,
+        words: Tokenizer,
+        *,
+        kernels: str,
+        dtype: str,
+        threads: int | None = None,
+    ) -> None:
         self.words = words
         self.runner = CpuRunner(
-            file, kv_blocks=KV_BLOCKS, threads=default_threads(), dtype=dtype, kernels=kernels,  # type: ignore[arg-type]  # Literals
+            file, kv_blocks=KV_BLOCKS, threads=threads or default_threads(),
+            dtype=dtype, kernels=kernels,  # type: ignore[arg-type]  # Literals
             tools=Toolchain.of_this_machine(cache_folder(os.environ)),
         )  # fmt: skip
         self.name = "torch float32" if kernels == "torch" else f"compiled {dtype}"
@@ -127,6 +141,7 @@ def run() -> Table:
     table.add("memory read", "this machine", round(machine.bytes_s / 1e9, 1), "GB/s")
     table.add("fp32 products", "this machine", round(machine.flops_s / 1e9, 1), "GFLOP/s")
     texts = _texts(words)
+    _one_core(table, file, words, texts)
     for kernels, dtype in (("native", "auto"), ("native", "float32"), ("torch", "float32")):
         rig = Rig(file, words, kernels=kernels, dtype=dtype)
         _basics(table, rig, machine, texts)
@@ -140,6 +155,43 @@ def run() -> Table:
     if importlib.util.find_spec("transformers"):
         _transformers(table, file.path, texts)
     return table
+
+
+def _one_core(table: _Rows, file: GgufFile, words: Tokenizer, texts: Sequence[int]) -> None:
+    """The decoders alone on one thread, in its CPU time: what others do at the same time hardly
+    shows here."""
+    for kernels, dtype in (("native", "auto"), ("native", "float32"), ("torch", "float32")):
+        rig = Rig(file, words, kernels=kernels, dtype=dtype, threads=1)
+        pool = iter(range(KV_BLOCKS))
+
+        def row(number: int, start: int, count: int, pool: Iterator[int] = pool) -> Row:
+            prompt = _some(texts, number, start + count)
+            request = JobRequest(
+                prompts=(tuple(prompt),), max_tokens=(1,), sampling=Sampling(temperature=0.0)
+            )
+            sequence = Choice(
+                Job(number, request, 0), 0, prompt, arrival=number, max_tokens=1, seed=0,
+                decoder=words.decoder(), stops=StopMatcher(()),
+            )  # fmt: skip
+            sequence.blocks = [next(pool) for _ in range(blocks_for(start + count))]
+            return Row(sequence, start, count)
+
+        prompt = row(99, 0, 512)
+        rate = round(512 / _cpu_s(rig, [prompt]), 1)
+        table.add("one core: prefill of 512", rig.name, rate, "tok/CPU-s")
+        rows = [row(i, 199, 1) for i in range(16)]
+        for batch in (1, 8, 16):
+            took_ms = round(_cpu_s(rig, rows[:batch]) * 1e3, 1)
+            table.add(f"one core: step of {batch}, context 200", rig.name, took_ms, "CPU-ms")
+
+
+def _cpu_s(rig: Rig, rows: Sequence[Row]) -> float:
+    took = []
+    for _ in range(ROUNDS + 2):
+        started = time.thread_time()
+        rig.runner.run(rows)
+        took.append(time.thread_time() - started)
+    return min(took)
 
 
 def _texts(words: Tokenizer) -> list[int]:
