@@ -350,7 +350,7 @@ class Engine:
             arrival=next(self._arrivals),
             max_tokens=max_tokens,
             seed=lane_seed(request.seed, index),
-            decoder=self._tokenizer.decoder(),
+            decoder=self._tokenizer.decoder(request.shown),
             stops=StopMatcher(request.stop),
         )
 
@@ -462,7 +462,8 @@ class _StepLoop:
                 self._commit(row, outcome)
             except Exception as error:
                 log.exception("job %d failed", row.sequence.job.job_id)
-                self._end(row.sequence.job, Failed(f"failed: {type(error).__name__}"), "failed")
+                message = getattr(error, "message", f"failed: {type(error).__name__}")
+                self._end(row.sequence.job, Failed(message), "failed")
         self._flush()
 
     def _run(self, rows: list[Row]) -> StepResult:
@@ -524,7 +525,9 @@ class _StepLoop:
         else:
             sequence.entries.add(choice)
             text = sequence.text_of(choice.token)
-            if sequence.n_output >= sequence.max_tokens:
+            if sequence.guide is not None and sequence.guide.is_over:
+                finish = FinishReason.STOP
+            elif sequence.n_output >= sequence.max_tokens:
                 finish = FinishReason.LENGTH
         if sequence.stops.matched is not None:
             finish = FinishReason.STOP

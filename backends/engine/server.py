@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
+from backends.engine.guided import Guides
 from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
 from backends.engine.render import Renderer
 from backends.engine.tokenizer import Tokenizer
@@ -96,6 +97,7 @@ class EngineApp:
         self._model = model
         self._clock = clock
         self._metrics = EngineMetrics(engine, model=model.name)
+        self._guides = Guides(tokenizer)
         self._running: dict[str, list[_Running]] = {}  # by the x-request-id that they came with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,7 +215,10 @@ class EngineApp:
                 ask = parse(data, traceparent=with_traceparent)
             else:
                 ask = await asyncio.to_thread(parse, data, traceparent=with_traceparent)
-            stream = self._engine.submit(ask.job)
+            job = ask.job
+            if ask.constraint is not None:
+                job = structs.replace(job, guide=await self._guides.guide(ask.constraint))
+            stream = self._engine.submit(job)
         except EngineError as error:
             raise _problem(error) from error
         running.began(stream)

@@ -4,7 +4,8 @@ Everything a client can send is checked here, before the engine thread sees it. 
 ignored, as OpenAI-compatible servers do; a known field that would change the answer and is not
 supported is refused, because ignoring it would be a lie.
 Shapes: https://platform.openai.com/docs/api-reference/chat/create and …/completions/create;
-`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt` as in vLLM.
+`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt`, `guided_*` as in
+vLLM.
 """
 
 import math
@@ -15,8 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from backends.engine import guided
 from backends.engine.chat import ChatTemplate, Message
 from backends.engine.errors import RequestInvalid
+from backends.engine.guided import Constraint
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import JobRequest, Sampling
 
@@ -36,8 +39,15 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: str
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -72,6 +82,10 @@ class _Body(Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
     tools: list[Unused] | None = None
     functions: list[Unused] | None = None
 
@@ -96,6 +110,7 @@ class Ask(Struct, frozen=True, kw_only=True):
 
     surface: Surface
     job: JobRequest
+    constraint: Constraint | None  # to be compiled into the job's guide
     stream: bool
     include_usage: bool
     logprobs: int | None
@@ -171,11 +186,6 @@ class Parser:
             )
         if body.tools or body.functions:
             raise RequestInvalid("tools are not supported by this engine", param="tools")
-        if body.response_format is not None and body.response_format.type != "text":
-            raise RequestInvalid(
-                f"response_format `{body.response_format.type}` is not supported by this engine",
-                param="response_format.type",
-            )
         if body.stream_options is not None and not body.stream:
             raise RequestInvalid("stream_options needs stream: true", param="stream_options")
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
@@ -197,12 +207,16 @@ class Parser:
         if len(prompts) * (body.n or 1) > MAX_CHOICES:
             raise RequestInvalid(f"prompts × n is at most {MAX_CHOICES}", param="n")
         options = body.stream_options or StreamOptions()
+        constraint = _constraint(body)
+        if constraint is not None and body.ignore_eos:
+            raise RequestInvalid("an answer that must end cannot ignore_eos", param="ignore_eos")
         return Ask(
             surface=surface,
+            constraint=constraint,
             job=JobRequest(
                 prompts=tuple(tuple(prompt) for prompt in prompts),
                 n=body.n or 1,
-                sampling=self._sampling(body, logprobs),
+                sampling=self._sampling(body, logprobs, is_guided=constraint is not None),
                 max_tokens=tuple(self._room(len(p), max_tokens, param) for p in prompts),
                 stop=_stops(body.stop),
                 ignore_eos=bool(body.ignore_eos),
@@ -216,7 +230,7 @@ class Parser:
             logprobs=logprobs,
         )
 
-    def _sampling(self, body: _Body, logprobs: int | None) -> Sampling:
+    def _sampling(self, body: _Body, logprobs: int | None, *, is_guided: bool) -> Sampling:
         return Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -227,6 +241,7 @@ class Parser:
             repetition_penalty=body.repetition_penalty or 1.0,
             logit_bias=self._biases(body.logit_bias or {}),
             logprobs=logprobs,
+            is_guided=is_guided,
         )
 
     def _biases(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -360,6 +375,52 @@ def _content(message: ChatMessage, i: int) -> str:
                     )
                 texts.append(part.text)
             return "".join(texts)
+
+
+def _constraint(body: _Body) -> Constraint | None:
+    """What the answer must match, from the one field that says so."""
+    found: list[Constraint] = []
+    if body.response_format is not None:
+        found += _formatted(body.response_format)
+    if body.guided_json is not None:
+        schema = body.guided_json
+        text = schema if isinstance(schema, str) else _json(schema)
+        found.append(Constraint("json", text, "guided_json"))
+    if body.guided_regex is not None:
+        found.append(Constraint("regex", body.guided_regex, "guided_regex"))
+    if body.guided_grammar is not None:
+        found.append(Constraint("grammar", body.guided_grammar, "guided_grammar"))
+    if body.guided_choice is not None:
+        if not all(body.guided_choice) or not body.guided_choice:
+            raise RequestInvalid("texts to choose from are not empty", param="guided_choice")
+        found.append(guided.choice(body.guided_choice, "guided_choice"))
+    if len(found) > 1:
+        raise RequestInvalid(
+            f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param
+        )
+    return found[0] if found else None
+
+
+def _formatted(wanted: ResponseFormat) -> list[Constraint]:
+    match wanted.type, wanted.json_schema:
+        case "text", _:
+            return []
+        case "json_object", _:
+            return [Constraint("json", '{"type": "object"}', "response_format")]
+        case "json_schema", None:
+            raise RequestInvalid("json_schema is missing", param="response_format.json_schema")
+        case "json_schema", JsonSchemaFormat(schema=schema):
+            param = "response_format.json_schema.schema"
+            return [Constraint("json", _json(schema or {}), param)]
+        case _:
+            raise RequestInvalid(
+                f"response_format `{wanted.type[:40]}` is none of text, json_object, json_schema",
+                param="response_format.type",
+            )
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -183,6 +183,44 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
         assert len(best) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_schema_shapes_the_answer(client: openai.OpenAI, stream: bool) -> None:
+    """Strict structured output: JSON of that schema, ending by itself, in both forms."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    arguments: dict[str, Any] = {
+        "model": MODEL, "messages": PARIS, "max_tokens": 60, "temperature": 0, "response_format":
+        {"type": "json_schema", "json_schema": {"name": "c", "strict": True, "schema": schema}},
+    }  # fmt: skip
+    if stream:
+        chunks = list(client.chat.completions.create(stream=True, **arguments))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+        finish = chunks[-1].choices[0].finish_reason
+    else:
+        choice = client.chat.completions.create(**arguments).choices[0]
+        text, finish = choice.message.content, choice.finish_reason
+    assert finish == "stop"
+    value = json.loads(text)
+    assert value["city"] == "Paris"
+    assert isinstance(value["people"], int)
+
+
+def test_other_guides_and_their_errors(client: openai.OpenAI) -> None:
+    """guided_choice as vLLM takes it; a schema that is none is a 400 that names its field."""
+    one = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=9, temperature=0,
+        extra_body={"guided_choice": [" Rome", " Paris", " Berlin"]},
+    )  # fmt: skip
+    assert one.choices[0].text == " Paris"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="x", extra_body={"guided_regex": "("})
+    assert refused.value.param == "guided_regex"
+
+
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     """Prompts × n choices in order, with the completions form of logprobs."""
     answer = client.completions.create(

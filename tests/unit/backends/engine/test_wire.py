@@ -58,7 +58,14 @@ CHAT_MISTAKES = [
     ({"messages": HI, "stream": "yes"}, "stream"),
     ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"messages": HI, "tools": [{}]}, "tools"),
-    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+     "response_format.json_schema.name"),
+    ({"messages": HI, "guided_choice": []}, "guided_choice"),
+    ({"messages": HI, "guided_choice": ["a", ""]}, "guided_choice"),
+    ({"messages": HI, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"messages": HI, "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"messages": HI, "cache_salt": ""}, "cache_salt"),
 ]  # fmt: skip
 
