@@ -34,9 +34,9 @@ from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
-from gateway.config import Config, ConfigInvalid, resolve
+from gateway.config import Config, ConfigInvalid, check_references, resolve
 from gateway.errors import GatewayError
-from gateway.keys import KeyRing, PepperInvalid, Secret
+from gateway.keys import KeyRing, PepperInvalid
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
@@ -52,6 +52,7 @@ from telemetry.ledger.worker import LedgerWorker
 from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
+from telemetry.redaction import Secret
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 log = logging.getLogger(__name__)
@@ -108,12 +109,17 @@ async def open_service(
     *,
     environment: Mapping[str, str],
     config_path: Path | None = None,
+    adapt: Callable[[Config], Config] = lambda written: written,
     clock: Clock | None = None,
 ) -> AsyncIterator[Service]:
-    """Open all parts in order, close them in reverse. Raises StartupError."""
+    """Open all parts in order, close them in reverse. Raises StartupError.
+
+    `adapt` is what the command line changed of the file, and holds for a reloaded one too."""
     async with contextlib.AsyncExitStack() as stack:
         with _as_startup_errors():
-            service = await _build(config, environment, config_path, clock or SystemClock(), stack)
+            service = await _build(
+                config, environment, config_path, adapt, clock or SystemClock(), stack
+            )
         yield service
 
 
@@ -121,9 +127,11 @@ async def _build(
     config: Config,
     environment: Mapping[str, str],
     config_path: Path | None,
+    adapt: Callable[[Config], Config],
     clock: Clock,
     stack: contextlib.AsyncExitStack,
 ) -> Service:
+    check_references(config, environment)
     data = Path(config.store.data_dir)
     _check_folder(data)
     url = resolve(config.database_url, environment)
@@ -185,7 +193,7 @@ async def _build(
     stack.push_async_callback(runtimes.aclose)
     watcher = None
     if config_path is not None:
-        watcher = ConfigWatcher(config_path, runtimes, after=prices.publish)
+        watcher = ConfigWatcher(config_path, runtimes, adapt=adapt, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
     gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock))
@@ -241,6 +249,7 @@ def create_app(
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
+        after_request=problems.stamp,
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,

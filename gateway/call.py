@@ -1,7 +1,7 @@
 """One request as it arrived, and what it asks for. Knows the wire's fields, not HTTP."""
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 from msgspec import Struct
@@ -56,7 +56,7 @@ class Call(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     surface: Surface
     body: bytes
-    headers: Sequence[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
+    headers: Iterable[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
     presence: Presence
     traceparent: str | None = None
     client_request_id: str | None = None

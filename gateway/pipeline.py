@@ -45,10 +45,10 @@ class Gateway:
             client_request_id=call.client_request_id,
         )
         with settling(record, call):
-            if self.draining:
-                raise Draining("This replica is shutting down. Retry: another one will answer.")
             with record.stage("auth"):
                 caller = await self._identify(call, record)
+            if self.draining:
+                raise Draining("This replica is shutting down. Retry: another one will answer.")
             with record.stage("route"):
                 asked = call.parse()
                 self._asked(record, asked)

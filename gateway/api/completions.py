@@ -45,6 +45,8 @@ STREAM_HEADERS = [
 ]
 WHOLE_HEADERS = [(b"content-type", b"application/json"), *problems.COMMON_HEADERS]
 CLIENT_REQUEST_ID_LIMIT = 128
+DISCARD_BYTES = 64_000_000
+DISCARD_S = 5.0
 
 
 @asgi(["/v1/chat/completions", "/chat/completions"], opt={"caller": "tenant"}, copy_scope=False)
@@ -64,7 +66,8 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
     gateway: Gateway = scope["litestar_app"].state.gateway
     request_id = new_request_id()
     if scope.get("method") != "POST":
-        await problems.send_problem(send, MethodNotAllowed("Use POST."), request_id, close=False)
+        error = MethodNotAllowed("Use POST.", allowed=["POST"])
+        await problems.send_problem(send, error, request_id, close=False)
         return
     sending = _Sending(send)
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
@@ -81,12 +84,12 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         if sending.started:
             await _end_in_band(sending, error)
         else:
-            close = isinstance(call.fault, BodyTooLarge)
-            await problems.send_problem(send, error, request_id, close=close)
+            await problems.send_problem(send, error, request_id, close=call.fault is not None)
     except asyncio.CancelledError:
+        # Told to stop, by the server that is shutting down. Settled already; what is left is to
+        # say so, and then this task ends as it was told to.
         shutdown = Draining("The gateway is shutting down. Retry the request.")
         await _tell(sending, shutdown, request_id)
-        raise
     except Exception:
         log.exception("request_failed", extra={"request_id": request_id})
         await _tell(sending, Internal(problems.OUR_SIDE), request_id)
@@ -136,6 +139,8 @@ async def _read(
         body = await _read_body(headers, receive, limit)
     except GatewayError as error:
         fault = error
+        if not isinstance(error, ClientGone):
+            await _discard(headers, receive)
     return Call(
         request_id=request_id,
         surface=surface,
@@ -167,7 +172,7 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     while True:
         message: Any = await receive()
         if message["type"] == "http.disconnect":
-            raise BadRequest("The request ended before its body was complete.")
+            raise ClientGone("The client left before its request was complete.")
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -176,6 +181,21 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
             parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _discard(headers: Headers, receive: Receive) -> None:
+    """Read a refused body to its end, within bounds: closing on unread bytes would reset the
+    connection, and the client could lose the answer that says why."""
+    if b"expect" in headers:
+        return  # it waits to be asked for the body
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while size < DISCARD_BYTES:
+                message: Any = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:

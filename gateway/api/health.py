@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from litestar import MediaType, Request, Response, get
+from litestar import HttpMethod, MediaType, Request, Response, get, route
 from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 
@@ -12,14 +12,31 @@ from gateway.pipeline import Gateway
 from gateway.readiness import Readiness, ReadinessState
 from telemetry.metrics import Metrics
 
+PROBE = (HttpMethod.GET, HttpMethod.HEAD)  # load balancers ask with either
 
-@get(["/livez", "/health"], opt={"caller": "public"}, tags=["health"], media_type=MediaType.TEXT)
+
+@route(
+    ["/livez", "/health"],
+    http_method=PROBE,
+    status_code=200,
+    opt={"caller": "public"},
+    tags=["health"],
+    media_type=MediaType.TEXT,
+    summary="Liveness",
+)
 async def livez() -> str:
     """The process answers. Caller: anyone."""
     return "ok"
 
 
-@get("/readyz", opt={"caller": "public"}, tags=["health"], summary="Readiness")
+@route(
+    "/readyz",
+    http_method=PROBE,
+    status_code=200,
+    opt={"caller": "public"},
+    tags=["health"],
+    summary="Readiness",
+)
 async def readyz(
     readiness: NamedDependency[SkipValidation[Readiness]],
 ) -> Response[ReadinessState]:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -17,10 +18,10 @@ from typing_extensions import override
 
 from gateway.app import VERSION, Service, StartupError, open_service
 from gateway.commands import BadInput
-from gateway.commands.files import config_option, read_config
-from gateway.config import BUNDLED_MODEL, Config
-from gateway.keys import Secret
+from gateway.commands.files import ConfigRefused, config_option, read_config
+from gateway.config import BUNDLED_MODEL, Config, ConfigInvalid, check_references
 from telemetry import logs
+from telemetry.redaction import Secret
 
 DEFAULT_TENANT = "default"
 
@@ -44,24 +45,34 @@ def serve(config: Path, host: str | None, port: int | None, log_format: logs.Log
       meterline serve
       meterline serve --config meterline.toml --port 9000
     """
+
+    def with_options(written: Config) -> Config:
+        server = written.server
+        server = structs.replace(
+            server,
+            host=server.host if host is None else host,
+            port=server.port if port is None else port,
+        )
+        return structs.replace(written, server=server)
+
     settings, path = read_config(config)
-    server = settings.server
-    server = structs.replace(
-        server,
-        host=server.host if host is None else host,
-        port=server.port if port is None else port,
-    )
+    try:
+        check_references(settings, os.environ)
+    except ConfigInvalid as error:
+        raise ConfigRefused(error.problems) from error
     logs.configure(fmt=log_format)
     try:
-        asyncio.run(_serve(structs.replace(settings, server=server), path))
+        asyncio.run(_serve(with_options(settings), path, with_options))
     except StartupError as error:
         raise BadInput(str(error)) from error
 
 
-async def _serve(config: Config, path: Path | None) -> None:
+async def _serve(config: Config, path: Path | None, adapt: Callable[[Config], Config]) -> None:
     listener = _listen(config.server.host, config.server.port)
     with listener:
-        async with open_service(config, environment=os.environ, config_path=path) as service:
+        async with open_service(
+            config, environment=os.environ, config_path=path, adapt=adapt
+        ) as service:
             server = _Server(service, config)
             if service.watcher is not None:
                 loop = asyncio.get_running_loop()
@@ -102,17 +113,32 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 date_header=True,
-                timeout_graceful_shutdown=max(round(config.server.drain_s), 1),
+                timeout_graceful_shutdown=1,  # after `shutdown` has waited for the requests
                 timeout_keep_alive=75,  # longer than a load balancer's, so that it closes first
                 h11_max_incomplete_event_size=64 * 1024,
             )
         )
         self._service = service
+        self._drain_s = config.server.drain_s
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not uvicorn's own: that one raises the signal again once it has stopped, and the process
+        would die before the ledger is flushed. A second Ctrl-C does not wait for requests."""
         self._service.gateway.draining = True
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Go on listening while requests run: readiness says no, and whoever still comes is told
+        to go elsewhere, which a closed port could not tell them."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._drain_s
+        ledger = self._service.gateway.ledger
+        while ledger.in_flight and loop.time() < until and not self.force_exit:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
 
 
 async def _greet(service: Service, config: Config, listener: socket.socket) -> None:

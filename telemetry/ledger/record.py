@@ -56,7 +56,7 @@ class Ledger:
         self.observer_errors = 0
         self._rate = rate
         self._clock = clock
-        self._observers = tuple(observers)
+        self.observers = list(observers)  # called with each settled record; may be added to
         self._open: dict[str, OpenRecord] = {}
         self._slots = ProgressSlots(wal.folder, wal.boot, allocate=wal.disk.allocate)
 
@@ -127,6 +127,10 @@ class Ledger:
         data = record.data
         for attempt in data.attempts:
             attempt.charges = self._rated(attempt)
+        assert data.ended_ns is not None, "`close` says when it ended"
+        now_ns = record.now_ns()
+        data.stages.append(Stage("settle", data.ended_ns, now_ns))
+        data.ended_ns = now_ns
         if record.is_logged or record.is_admitted:
             self.wal.append_settlement(
                 entries.pack(
@@ -137,7 +141,7 @@ class Ledger:
             )
         self._open.pop(data.request_id, None)
         self.settled += 1
-        for observer in self._observers:
+        for observer in self.observers:
             self._observe(observer, data)
 
     def _rated(self, attempt: Attempt) -> tuple[Charge, ...]:

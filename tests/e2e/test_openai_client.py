@@ -61,8 +61,10 @@ async def read_stories(served: Served, request_ids: list[str]) -> list[dict[str,
     try:
         async with asyncio.timeout(30):
             for request_id in request_ids:
-                while (found := await explain_record(engine, request_id)) is None:
+                found = await explain_record(engine, request_id)
+                while found is None or not found.is_settled:
                     await asyncio.sleep(0.1)
+                    found = await explain_record(engine, request_id)
                 told.append(json.loads(story_json(found)))
     finally:
         await engine.dispose()
@@ -324,7 +326,8 @@ def test_chargeback_is_the_sum_of_the_stories(served: Served) -> None:
     deadline = time.monotonic() + 30
     while True:
         printed = served.run(
-            "report", "chargeback", "--by", "tenant,model", "--format", "json"
+            *("report", "chargeback", "--by", "tenant,model", "--format", "json"),
+            *("--from", "2026-01-01"),
         ).stdout
         lines = [
             line
