@@ -42,6 +42,10 @@ from telemetry.logs import LogFormat
     "--max-batch-tokens", default=512, type=click.IntRange(min=64), help="New tokens in a step."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: physical cores.")
+@click.option(
+    "--tool-calls", default="auto", help="How the model writes tool calls; auto: by its template.",
+    type=click.Choice(["auto", "hermes", "llama3_json", "mistral", "pythonic"]),
+)  # fmt: skip
 @click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."

@@ -113,7 +113,8 @@ def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = 
         context=context,
         created=int(file.path.stat().st_mtime),
     )
-    parser = Parser(words, template, Limits(model=name, context=context))
+    family = None if settings.tool_calls == "auto" else settings.tool_calls
+    parser = Parser(words, template, Limits(model=name, context=context), family=family)
     return Built(engine, EngineApp(engine, parser, words, model, clock))
 
 

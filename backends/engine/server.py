@@ -231,6 +231,7 @@ class EngineApp:
             fingerprint=self._model.fingerprint,
             include_usage=ask.include_usage,
             has_logprobs=ask.logprobs is not None,
+            tools=ask.tools,
         )
         watcher = asyncio.create_task(exchange.until_gone(stream.cancel))
         try:

@@ -17,10 +17,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from backends.engine import guided
-from backends.engine.chat import ChatTemplate, Message
+from backends.engine.chat import ChatTemplate, Message, ToolCall
 from backends.engine.errors import RequestInvalid
 from backends.engine.guided import Constraint
 from backends.engine.tokenizer import Tokenizer
+from backends.engine.toolcalls import MARKERS, Family
+from backends.engine.tools import NamedTool, ToolBody, ToolUse, tool_use
 from backends.engine.types import JobRequest, Sampling
 
 Surface = Literal["chat", "completions"]
@@ -55,9 +57,23 @@ class ContentPart(Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class MadeCall(Struct, frozen=True):
+    function: CalledFunction
+    id: str = ""
+    type: str = "function"
+
+
 class ChatMessage(Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
 
 
 class _Body(Struct, frozen=True, kw_only=True):
@@ -86,12 +102,14 @@ class _Body(Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
-    tools: list[Unused] | None = None
     functions: list[Unused] | None = None
 
 
 class ChatBody(_Body, frozen=True, kw_only=True):
     messages: list[ChatMessage]
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -103,6 +121,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    tools: list[Unused] | None = None
 
 
 class Ask(Struct, frozen=True, kw_only=True):
@@ -114,6 +133,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     logprobs: int | None
+    tools: ToolUse | None = None
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -126,8 +146,20 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Parser:
     """Bound to one model. Safe to use from any thread: tokenising a long prompt takes a while."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: Limits,
+        *,
+        family: Family | None = None,
+    ) -> None:
+        """`family`: how the model writes tool calls; None: as its template says."""
         self._tokenizer = tokenizer
+        self._family = family
+        self._markers = frozenset(
+            token for text in MARKERS if (token := tokenizer.special_token(text)) is not None
+        )
         self._template = template
         self._limits = limits
         self._longest_token = max(
@@ -146,13 +178,27 @@ class Parser:
                 "send max_tokens or max_completion_tokens, not both", param="max_tokens"
             )
         messages = _messages(body.messages)
-        self._refuse_absurd(sum(len(m.content) for m in messages), "messages")
-        prompt = self._template.encode(messages)
+        use = tool_use(
+            body.tools,
+            body.tool_choice,
+            is_parallel=body.parallel_tool_calls is not False,
+            family=self._family or self._template.family,
+        )
+        offered = use.tools if use else ()
+        calls = [call for message in body.messages for call in message.tool_calls or ()]
+        self._refuse_absurd(
+            sum(len(message.content) for message in messages)
+            + sum(len(call.function.arguments) for call in calls)
+            + len(_json(offered)),
+            "messages",
+        )
+        prompt = self._template.encode(messages, offered)
         return self._ask(
             "chat",
             body,
             [prompt],
             param="messages",
+            use=use,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             traceparent=traceparent,
@@ -161,6 +207,8 @@ class Parser:
     def completion(self, data: bytes, *, traceparent: str | None) -> Ask:
         body = _decode(data, CompletionBody)
         self._check(body)
+        if body.tools:
+            raise RequestInvalid("tools need /v1/chat/completions", param="tools")
         for name in ("echo", "suffix"):
             if getattr(body, name):
                 raise RequestInvalid(f"{name} is not supported by this engine", param=name)
@@ -184,8 +232,8 @@ class Parser:
                 code="model_not_found",
                 status=404,
             )
-        if body.tools or body.functions:
-            raise RequestInvalid("tools are not supported by this engine", param="tools")
+        if body.functions:
+            raise RequestInvalid("functions were replaced by tools: send those", param="functions")
         if body.stream_options is not None and not body.stream:
             raise RequestInvalid("stream_options needs stream: true", param="stream_options")
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
@@ -200,6 +248,7 @@ class Parser:
         prompts: list[list[int]],
         *,
         param: str,
+        use: ToolUse | None = None,
         max_tokens: int | None,
         logprobs: int | None,
         traceparent: str | None,
@@ -208,6 +257,13 @@ class Parser:
             raise RequestInvalid(f"prompts × n is at most {MAX_CHOICES}", param="n")
         options = body.stream_options or StreamOptions()
         constraint = _constraint(body)
+        if use is not None:
+            if constraint is not None:
+                raise RequestInvalid(
+                    f"with {constraint.param} no tool can be called: send tool_choice none",
+                    param="tools",
+                )
+            constraint = use.constraint
         if constraint is not None and body.ignore_eos:
             raise RequestInvalid("an answer that must end cannot ignore_eos", param="ignore_eos")
         return Ask(
@@ -224,10 +280,12 @@ class Parser:
                 priority=body.priority or 0,
                 traceparent=traceparent,
                 model=body.model,
+                shown=self._markers if use else frozenset(),
             ),
             stream=bool(body.stream),
             include_usage=bool(options.include_usage),
             logprobs=logprobs,
+            tools=use,
         )
 
     def _sampling(self, body: _Body, logprobs: int | None, *, is_guided: bool) -> Sampling:
@@ -352,8 +410,28 @@ def _messages(messages: list[ChatMessage]) -> list[Message]:
                 param=f"messages[{i}].role",
             )
         role = "system" if message.role == "developer" else message.role
-        result.append(Message(role, _content(message, i)))
+        calls = tuple(
+            _made_call(call, f"messages[{i}].tool_calls[{j}]")
+            for j, call in enumerate(message.tool_calls or ())
+        )
+        if calls and role != "assistant":
+            raise RequestInvalid(
+                "only the assistant calls tools", param=f"messages[{i}].tool_calls"
+            )
+        result.append(
+            Message(role, _content(message, i), calls, message.tool_call_id, message.name)
+        )
     return result
+
+
+def _made_call(call: MadeCall, param: str) -> ToolCall:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestInvalid(
+            "arguments are a JSON object, as text", param=f"{param}.function.arguments"
+        ) from None
+    return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
 def _content(message: ChatMessage, i: int) -> str:

@@ -221,6 +221,66 @@ def test_other_guides_and_their_errors(client: openai.OpenAI) -> None:
     assert refused.value.param == "guided_regex"
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"]
+)
+def test_a_forced_tool_call(client: openai.OpenAI, choice: Any, finish: str) -> None:
+    """Its arguments fit the tool's schema; streamed fragments make the same call; the result goes
+    back and is answered in text."""
+    asked: Any = [{"role": "user", "content": "How is the weather in Rome?"}]
+    arguments: Any = {
+        "model": MODEL, "messages": asked, "tools": [WEATHER], "tool_choice": choice,
+        "parallel_tool_calls": False, "max_tokens": 60, "temperature": 0,
+    }  # fmt: skip
+    answer = client.chat.completions.create(**arguments).choices[0]
+    assert answer.finish_reason == finish
+    assert answer.message.content is None
+    [call] = answer.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    given = json.loads(call.function.arguments)
+    assert given["city"] == "Rome"
+    assert isinstance(given["days"], int)
+
+    chunks = list(client.chat.completions.create(stream=True, **arguments))
+    assert chunks[-1].choices[0].finish_reason == finish
+    fragments = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+    first, *rest = fragments
+    assert first.id is not None
+    assert first.function is not None
+    assert first.function.name == "get_weather"
+    assert all(f.id is None and f.index == 0 for f in rest)
+    assert len(rest) > 2
+    streamed = "".join(f.function.arguments or "" for f in fragments if f.function)
+    assert streamed == call.function.arguments
+
+    told = client.chat.completions.create(
+        model=MODEL, max_tokens=20, temperature=0, tools=[WEATHER],
+        messages=[
+            *asked,
+            answer.message,  # type: ignore[list-item]  # the SDK takes its own answers back
+            {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 31 degrees."},
+        ],
+    )  # fmt: skip
+    assert told.choices[0].message.content
+
+
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     """Prompts × n choices in order, with the completions form of logprobs."""
     answer = client.completions.create(

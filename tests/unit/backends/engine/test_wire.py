@@ -14,9 +14,19 @@ from backends.engine.wire import Limits, Parser
 HI = [{"role": "user", "content": "Hi"}]
 
 
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}},
+                       "$defs": {"n": {"type": "integer"}}},
+    },
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def parser(file: GgufFile, words: Tokenizer) -> Parser:
-    return Parser(words, chat.from_gguf(file, words), Limits(model="tiny", context=256))
+    return Parser(words, chat.from_gguf(file, words), Limits(model="tiny", context=600))
 
 
 def body(**fields: Any) -> bytes:
@@ -57,7 +67,23 @@ CHAT_MISTAKES = [
     ({"messages": HI, "seed": 1.5}, "seed"),
     ({"messages": HI, "stream": "yes"}, "stream"),
     ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"messages": HI, "tools": [{}]}, "tools"),
+    ({"messages": HI, "tools": [{}]}, "tools[0].type"),
+    ({"messages": HI, "tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+     "tools[0].function.name"),
+    ({"messages": HI, "tools": [ADD, ADD]}, "tools"),
+    ({"messages": HI, "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "tools": [ADD], "tool_choice": {"type": "function", "function":
+     {"name": "sub"}}}, "tool_choice.function.name"),
+    ({"messages": HI, "tools": [ADD], "response_format": {"type": "json_object"}}, "tools"),
+    ({"messages": HI, "functions": [{"name": "f"}]}, "functions"),
+    ({"messages": [*HI, {"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "add", "arguments": "[1"}}]}]},
+     "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [
+        {"id": "1", "function": {"name": "add", "arguments": "{}"}}]}]},
+     "messages[0].tool_calls"),
     ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
     ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
@@ -126,6 +152,27 @@ def test_what_is_no_json_object_is_refused(parser: Parser, data: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_forced"),
+    [(None, False), ("auto", False), ("none", None), ("required", True),
+     ({"type": "function", "function": {"name": "add"}}, True)],
+    ids=["default", "auto", "none", "required", "named"],
+)  # fmt: skip
+def test_tools_and_their_choice(parser: Parser, choice: Any, is_forced: bool | None) -> None:
+    """auto leaves the model free, none keeps the tools out of the prompt, the others are guided
+    by the tool's own schema, with its definitions at the root."""
+    bare = parser.chat(body(messages=HI), traceparent=None)
+    ask = parser.chat(body(messages=HI, tools=[ADD], tool_choice=choice, max_tokens=5),
+                      traceparent=None)  # fmt: skip
+    assert (ask.tools is None) == (is_forced is None)
+    assert (ask.job.prompts == bare.job.prompts) == (is_forced is None)
+    assert (ask.constraint is not None) == bool(is_forced)
+    assert ask.job.sampling.is_guided == bool(is_forced)
+    if ask.constraint is not None:
+        schema = json.loads(ask.constraint.text)
+        assert schema["$defs"] == {"n": {"type": "integer"}}
+
+
 def test_another_model_is_not_found(parser: Parser) -> None:
     """A model that is not served here is a 404 model_not_found."""
     with pytest.raises(RequestInvalid) as caught:
@@ -135,7 +182,7 @@ def test_another_model_is_not_found(parser: Parser) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"prompt": [5] * 256}, {"prompt": [5] * 200, "max_tokens": 57}, {"prompt": "x" * 10_000_000}],
+    [{"prompt": [5] * 600}, {"prompt": [5] * 500, "max_tokens": 101}, {"prompt": "x" * 10_000_000}],
     ids=["prompt", "prompt-and-answer", "ten-megabytes"],
 )
 def test_what_exceeds_the_context_is_said_so(parser: Parser, fields: dict[str, Any]) -> None:
@@ -151,7 +198,7 @@ def test_defaults_and_nulls(parser: Parser) -> None:
         body(prompt=[5] * 6, temperature=None, max_tokens=None, stop=None, n=None),
         traceparent="00-a",
     )
-    assert ask.job.max_tokens == (250,)
+    assert ask.job.max_tokens == (594,)
     assert (ask.job.sampling.temperature, ask.job.n, ask.job.stop) == (1.0, 1, ())
     assert ask.job.traceparent == "00-a"
     assert (ask.stream, ask.logprobs) == (False, None)
