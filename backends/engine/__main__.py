@@ -60,6 +60,7 @@ from telemetry.logs import LogFormat
     "--log-format", default="auto", type=click.Choice(["auto", "json", "console"]),
     help="auto: for people on a terminal, JSON elsewhere.",
 )  # fmt: skip
+@click.option("--vllm-metrics", is_flag=True, help="Add metrics under the names vLLM gives them.")
 def main(
     host: str,
     port: int,
@@ -70,6 +71,7 @@ def main(
     spans_file: Path | None,
     service_name: str,
     log_format: LogFormat,
+    vllm_metrics: bool,
     **settings: object,
 ) -> None:
     """Serve one model over the OpenAI API."""
@@ -86,6 +88,7 @@ def main(
             spans_file=spans_file,
             service_name=service_name,
             log_format=log_format,
+            vllm_metrics=vllm_metrics,
         ),
         on_ready=partial(_say, given.name),
         drain_s=drain_s,

@@ -73,6 +73,8 @@ class Stats:
         self.batch_size_sum = 0
         self.preemptions = 0
         self.jobs: Counter[str] = Counter()  # by how they ended
+        self.generated = 0  # tokens drawn
+        self.finishes: Counter[str] = Counter()  # choices by finish reason
 
 
 class Stream:
@@ -517,6 +519,7 @@ class _StepLoop:
         job.clocks.first_token_ns = job.clocks.first_token_ns or now_ns
         job.clocks.last_token_ns = now_ns
         sequence.append(choice.token)
+        self._engine.stats.generated += 1
         is_end = self._engine.is_end(choice.token) and not job.request.ignore_eos
         finish = None
         text = ""
@@ -549,6 +552,7 @@ class _StepLoop:
             text += sequence.last_text()
         is_cut = sequence.stops.matched is not None
         sequence.finish = FinishReason.STOP if is_cut else finish
+        self._engine.stats.finishes[sequence.finish.value] += 1
         entries = sequence.entries.released(len(text), is_cut=is_cut, is_last=True)
         self._say(
             sequence,

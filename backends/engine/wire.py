@@ -124,6 +124,33 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     tools: list[Unused] | None = None
 
 
+class TokenizeBody(Struct, frozen=True, kw_only=True):
+    """As in vLLM: a text, or messages that go through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[ToolBody] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokenized(Struct, frozen=True, omit_defaults=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str
+
+
 class Ask(Struct, frozen=True, kw_only=True):
     """A request ready for the engine, and how its answer should be sent."""
 
@@ -177,26 +204,16 @@ class Parser:
             raise RequestInvalid(
                 "send max_tokens or max_completion_tokens, not both", param="max_tokens"
             )
-        messages = _messages(body.messages)
         use = tool_use(
             body.tools,
             body.tool_choice,
             is_parallel=body.parallel_tool_calls is not False,
             family=self._family or self._template.family,
         )
-        offered = use.tools if use else ()
-        calls = [call for message in body.messages for call in message.tool_calls or ()]
-        self._refuse_absurd(
-            sum(len(message.content) for message in messages)
-            + sum(len(call.function.arguments) for call in calls)
-            + len(_json(offered)),
-            "messages",
-        )
-        prompt = self._template.encode(messages, offered)
         return self._ask(
             "chat",
             body,
-            [prompt],
+            [self._prompt_of(self._template, body.messages, use)],
             param="messages",
             use=use,
             max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -224,14 +241,69 @@ class Parser:
             traceparent=traceparent,
         )
 
-    def _check(self, body: _Body) -> None:
-        if body.model != self._limits.model:
+    def tokenize(self, data: bytes) -> Tokenized:
+        """The tokens that a request with this text or these messages would begin with."""
+        body = _decode(data, TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestInvalid("send prompt or messages, one of them", param="prompt")
+        if body.messages is not None:
+            tokens = self._chat_tokens(body.messages, body.tools)
+        else:
+            assert body.prompt is not None
+            self._refuse_absurd(len(body.prompt), "prompt")
+            tokens = self._tokenizer.encode(body.prompt)
+            if body.add_special_tokens is not False and self._tokenizer.bos is not None:
+                tokens = [self._tokenizer.bos, *tokens]
+        words = None
+        if body.return_token_strs:
+            words = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+        return Tokenized(len(tokens), self._limits.context, tokens, words)
+
+    def detokenize(self, data: bytes) -> Detokenized:
+        """The text of tokens, special ones included. Half characters become U+FFFD."""
+        body = _decode(data, DetokenizeBody)
+        self._check_model(body.model)
+        if len(body.tokens) > self._limits.context:
+            raise _too_long(f"at most {self._limits.context} tokens", "tokens")
+        if not all(0 <= token < self._tokenizer.size for token in body.tokens):
             raise RequestInvalid(
-                f"model `{body.model}` is not served here; this is `{self._limits.model}`",
+                f"token ids are whole numbers from 0 to {self._tokenizer.size - 1}", param="tokens"
+            )
+        data = b"".join(map(self._tokenizer.token_bytes, body.tokens))
+        return Detokenized(data.decode("utf-8", "replace"))
+
+    def _chat_tokens(self, messages: list[ChatMessage], tools: list[ToolBody] | None) -> list[int]:
+        if self._template is None:
+            raise RequestInvalid("this model has no chat template", param="messages")
+        use = tool_use(tools, None, is_parallel=True, family=self._template.family)
+        return self._prompt_of(self._template, messages, use)
+
+    def _prompt_of(
+        self, template: ChatTemplate, given: list[ChatMessage], use: ToolUse | None
+    ) -> list[int]:
+        messages = _messages(given)
+        offered = use.tools if use else ()
+        calls = [call for message in given for call in message.tool_calls or ()]
+        self._refuse_absurd(
+            sum(len(message.content) for message in messages)
+            + sum(len(call.function.arguments) for call in calls)
+            + len(_json(offered)),
+            "messages",
+        )
+        return template.encode(messages, offered)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._limits.model:
+            raise RequestInvalid(
+                f"model `{model}` is not served here; this is `{self._limits.model}`",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
+
+    def _check(self, body: _Body) -> None:
+        self._check_model(body.model)
         if body.functions:
             raise RequestInvalid("functions were replaced by tools: send those", param="functions")
         if body.stream_options is not None and not body.stream:

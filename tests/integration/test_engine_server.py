@@ -323,7 +323,16 @@ def test_other_routes(url: str, client: openai.OpenAI) -> None:
         client.models.retrieve("other")
     root = url.removesuffix("/v1")
     assert httpx.get(f"{root}/health").json() == {"status": "ready", "model": MODEL}
-    for method, path, status in [("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405)]:
+    tokens = httpx.post(f"{root}/tokenize", json={"prompt": "Hello there"}).json()["tokens"]
+    assert httpx.post(f"{root}/detokenize", json={"tokens": tokens}).json() == {
+        "prompt": "Hello there"
+    }
+    assert httpx.post(f"{root}/tokenize", json={}).status_code == 400
+    for method, path, status in [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/tokenize", 405),
+    ]:
         response = httpx.request(method, root + path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -173,6 +173,43 @@ def test_tools_and_their_choice(parser: Parser, choice: Any, is_forced: bool | N
         assert schema["$defs"] == {"n": {"type": "integer"}}
 
 
+def test_tokens_of_a_text_and_of_messages(parser: Parser, words: Tokenizer) -> None:
+    """What a request would begin with; and back to the same text, special tokens included."""
+    given = parser.tokenize(body(prompt="the día", return_token_strs=True))
+    assert given.tokens == words.encode("the día")
+    assert (given.count, given.max_model_len) == (len(given.tokens), 600)
+    assert given.token_strs is not None
+    assert given.token_strs[0] == "the"
+    assert parser.detokenize(body(tokens=given.tokens)).prompt == "the día"
+    asked = parser.chat(body(messages=HI, max_tokens=1), traceparent=None)
+    chat_tokens = parser.tokenize(json.dumps({"messages": HI}).encode()).tokens
+    assert tuple(chat_tokens) == asked.job.prompts[0]
+    assert parser.detokenize(body(tokens=chat_tokens)).prompt.startswith("<|im_start|>user\nHi")
+    offered = parser.tokenize(body(messages=HI, tools=[ADD]))
+    assert offered.count > len(chat_tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({}, "prompt"), ({"prompt": "x", "messages": HI}, "prompt"), ({"model": "no"}, "model"),
+     ({"messages": []}, "messages"), ({"prompt": "x" * 10_000_000}, "prompt")],
+    ids=["nothing", "both", "model", "empty", "long"],
+)  # fmt: skip
+def test_mistakes_in_tokenize(parser: Parser, fields: dict[str, Any], param: str) -> None:
+    """Each names its field."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.tokenize(json.dumps(fields).encode())
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("tokens", [[-1], [99_999], [5] * 601], ids=["negative", "large", "many"])
+def test_mistakes_in_detokenize(parser: Parser, tokens: list[int]) -> None:
+    """Ids outside the vocabulary, and more than a context holds."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.detokenize(body(tokens=tokens))
+    assert caught.value.param == "tokens"
+
+
 def test_another_model_is_not_found(parser: Parser) -> None:
     """A model that is not served here is a 404 model_not_found."""
     with pytest.raises(RequestInvalid) as caught:
