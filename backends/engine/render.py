@@ -5,12 +5,13 @@ first delta only; finish_reason is null until its end; usage is in a chunk of it
 it was asked for. A tool call has its id and name in its first delta and arguments in all of them.
 """
 
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.toolcalls import CallArguments, CallBegan, CallParser, Piece
@@ -124,6 +125,9 @@ class Renderer:
         include_usage: bool,
         has_logprobs: bool,
         tools: ToolUse | None = None,
+        choices_per_prompt: int = 1,
+        echoes: Sequence[str] | None = None,
+        best: int | None = None,
     ) -> None:
         self._is_chat = surface == "chat"
         self._tokenizer = tokenizer
@@ -135,6 +139,9 @@ class Renderer:
         self._has_logprobs = has_logprobs
         self._offsets: dict[int, int] = {}  # characters sent, by choice
         self._opened: set[int] = set()
+        self._per_prompt = choices_per_prompt
+        self._echoes = echoes
+        self._best = best
         self._tools = tools
         self._parsers: dict[int, CallParser] = {}
         self._calling: set[int] = set()  # choices that have called a tool
@@ -144,6 +151,9 @@ class Renderer:
         """One delta as the JSON of events: role, text, tool calls, finish."""
         index = delta.index
         if not self._is_chat:
+            if index not in self._opened:
+                self._opened.add(index)
+                delta = structs.replace(delta, text=self._echo(index) + delta.text)
             return [self._completion_chunk(delta)]
         events = []
         if index not in self._opened:
@@ -234,17 +244,33 @@ class Renderer:
 
     def whole(self, deltas: Sequence[Delta], usage: JobUsage) -> bytes:
         merged = [_merged(group) for group in _by_choice(deltas)]
+        if self._best is not None:
+            merged = self._likeliest(merged, self._best)
         choices = [
             Choice(
                 index=delta.index,
                 message=self._message(delta) if self._is_chat else UNSET,
-                text=UNSET if self._is_chat else delta.text,
+                text=UNSET if self._is_chat else self._echo(delta.index) + delta.text,
                 logprobs=self._logprobs(delta.index, delta.choices),
                 finish_reason=delta.finish and self._finish(delta.index, delta.finish),
             )
             for delta in merged
         ]
         return msgspec.json.encode(self._body(choices, "whole", usage=_usage(usage)))
+
+    def _echo(self, index: int) -> str:
+        return "" if self._echoes is None else self._echoes[index // self._per_prompt]
+
+    def _likeliest(self, deltas: list[Delta], count: int) -> list[Delta]:
+        """The `count` best of each prompt by mean log-probability, under new indices."""
+        shown: list[Delta] = []
+        for first in range(0, len(deltas), self._per_prompt):
+            ranked = sorted(deltas[first : first + self._per_prompt], key=_unlikeliness)[:count]
+            shown += [
+                structs.replace(delta, index=len(shown) + rank) for rank, delta in enumerate(ranked)
+            ]
+        self._per_prompt = count
+        return shown
 
     def _completion_chunk(self, delta: Delta) -> bytes:
         logprobs = self._logprobs(delta.index, delta.choices)
@@ -314,6 +340,11 @@ def _by_choice(deltas: Sequence[Delta]) -> list[list[Delta]]:
     for delta in deltas:
         groups.setdefault(delta.index, []).append(delta)
     return [groups[index] for index in sorted(groups)]
+
+
+def _unlikeliness(delta: Delta) -> float:
+    values = [choice.logprob for choice in delta.choices if choice.logprob is not None]
+    return -sum(values) / len(values) if values else math.inf
 
 
 def _merged(deltas: Sequence[Delta]) -> Delta:

@@ -250,6 +250,9 @@ class EngineApp:
             include_usage=ask.include_usage,
             has_logprobs=ask.logprobs is not None,
             tools=ask.tools,
+            choices_per_prompt=ask.job.n,
+            echoes=ask.echoes,
+            best=ask.best,
         )
         watcher = asyncio.create_task(exchange.until_gone(stream.cancel))
         try:

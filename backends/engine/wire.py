@@ -14,7 +14,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from backends.engine import guided
 from backends.engine.chat import ChatTemplate, Message, ToolCall
@@ -161,6 +161,8 @@ class Ask(Struct, frozen=True, kw_only=True):
     include_usage: bool
     logprobs: int | None
     tools: ToolUse | None = None
+    echoes: tuple[str, ...] | None = None  # prompts as text, to stand before their answers
+    best: int | None = None  # choices of each prompt that are shown, the likeliest; None: all
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -226,20 +228,35 @@ class Parser:
         self._check(body)
         if body.tools:
             raise RequestInvalid("tools need /v1/chat/completions", param="tools")
-        for name in ("echo", "suffix"):
-            if getattr(body, name):
-                raise RequestInvalid(f"{name} is not supported by this engine", param=name)
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise RequestInvalid("best_of other than n is not supported", param="best_of")
-        return self._ask(
+        if body.suffix:
+            raise RequestInvalid("suffix is not supported by this engine", param="suffix")
+        if body.echo and body.logprobs is not None:
+            raise RequestInvalid("echo cannot give the prompt's logprobs", param="echo")
+        wanted = body.n or 1
+        if body.best_of is not None and body.best_of < wanted:
+            raise RequestInvalid("best_of is at least n", param="best_of")
+        is_choosy = body.best_of is not None and body.best_of > wanted
+        if is_choosy and body.stream:
+            raise RequestInvalid("the best are known at the end: do not stream", param="best_of")
+        prompts = self._prompts(body.prompt)
+        ask = self._ask(
             "completions",
-            body,
-            [self._prompt(prompt) for prompt in self._prompts(body.prompt)],
+            structs.replace(body, n=body.best_of or wanted),
+            [self._prompt(prompt) for prompt in prompts],
             param="prompt",
             max_tokens=body.max_tokens,
             logprobs=body.logprobs,
             traceparent=traceparent,
         )
+        if body.echo:
+            ask = structs.replace(ask, echoes=tuple(map(self._echo, prompts)))
+        if is_choosy:
+            ranked = structs.replace(ask.job.sampling, logprobs=body.logprobs or 0)
+            ask = structs.replace(ask, best=wanted, job=structs.replace(ask.job, sampling=ranked))
+        return ask
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def tokenize(self, data: bytes) -> Tokenized:
         """The tokens that a request with this text or these messages would begin with."""

@@ -120,9 +120,10 @@ def test_mistakes_in_chat_name_their_field(
         ({"prompt": ["x"] * 65}, "prompt"),
         ({"prompt": ["x"] * 60, "n": 3}, "n"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"),
-        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "best_of": 3, "n": 4}, "best_of"),
+        ({"prompt": "x", "best_of": 3, "stream": True}, "best_of"),
     ],
     ids=str,
 )
