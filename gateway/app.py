@@ -58,6 +58,7 @@ from telemetry.tracing import FileSink, OtlpSink, SpanExport
 log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
+CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
@@ -134,6 +135,23 @@ async def _build(
     check_references(config, environment)
     data = Path(config.store.data_dir)
     _check_folder(data)
+    sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
+    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+    engines: dict[str, Supervised] = {}
+    for settings in config.engines:
+        child = registry.build_engine(
+            settings,
+            sockets / f"{settings.name}.sock",
+            EngineTelemetry(
+                otlp_endpoint=config.telemetry.otlp_endpoint,
+                spans_file=spans_file(data, f"engine-{settings.name}"),
+            ),
+        )
+        stack.push_async_callback(child.aclose)
+        await child.process.start()
+        engines[settings.name] = child
+    await _check_engines(engines)  # first: what is wrong with a model must not leave a database
+
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
     stack.push_async_callback(engine.dispose)
@@ -167,21 +185,6 @@ async def _build(
     stack.push_async_callback(_last_flush, worker)
     await stack.enter_async_context(_running(worker.run))
 
-    sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
-    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
-    engines: dict[str, Supervised] = {}
-    for settings in config.engines:
-        child = registry.build_engine(
-            settings,
-            sockets / f"{settings.name}.sock",
-            EngineTelemetry(
-                otlp_endpoint=config.telemetry.otlp_endpoint,
-                spans_file=spans_file(data, f"engine-{settings.name}"),
-            ),
-        )
-        stack.push_async_callback(child.aclose)
-        await child.process.start()
-        engines[settings.name] = child
     runtimes = RuntimeHolder(
         config,
         engines=engines,
@@ -275,6 +278,15 @@ def _check_folder(data: Path) -> None:
             f"the data folder {data} cannot be written: {error.strerror}; "
             "set [store] data_dir to one that can"
         ) from None
+
+
+async def _check_engines(engines: Mapping[str, Supervised]) -> None:
+    """Each engine has looked at its settings and its model's file, and goes on by itself."""
+    for name, engine in engines.items():
+        if not await engine.process.wait_checked(CHECK_S):
+            state = engine.process.state
+            if state.phase == "failed":
+                raise StartupError(f"engine {name}: {state.reason}")
 
 
 async def _bring_up_to_date(engine: AsyncEngine) -> None:

@@ -13,6 +13,7 @@ from types import FrameType
 import click
 import msgspec
 import uvicorn
+import uvloop
 from msgspec import structs
 from typing_extensions import override
 
@@ -62,7 +63,7 @@ def serve(config: Path, host: str | None, port: int | None, log_format: logs.Log
         raise ConfigRefused(error.problems) from error
     logs.configure(fmt=log_format)
     try:
-        asyncio.run(_serve(with_options(settings), path, with_options))
+        uvloop.run(_serve(with_options(settings), path, with_options))
     except StartupError as error:
         raise BadInput(str(error)) from error
 
