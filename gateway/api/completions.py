@@ -81,7 +81,8 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
             await _end_in_band(sending, error)
         else:
             close = isinstance(call.fault, BodyTooLarge)
-            await problems.send_problem(send, error, request_id, close=close)
+            more = call.answer_headers
+            await problems.send_problem(send, error, request_id, close=close, more=more)
     except asyncio.CancelledError:
         shutdown = Draining("The gateway is shutting down. Retry the request.")
         await _tell(sending, shutdown, request_id)
@@ -264,4 +265,5 @@ def _answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
         (b"openai-processing-ms", str(round(elapsed_ms)).encode()),
         (b"x-meterline-overhead-ms", f"{overhead_ms:.3f}".encode()),
         *((name.encode(), value.encode()) for name, value in answer.headers.items()),
+        *((name.encode(), value.encode()) for name, value in answer.call.answer_headers.items()),
     ]

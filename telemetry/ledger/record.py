@@ -35,8 +35,10 @@ Observer = Callable[[RequestRecord], None]
 
 
 class Ledger:
-    """The books of one process. Counters: `opened`, `admitted`, `settled`, `in_flight`;
-    `opened == settled + in_flight` always. `rate_errors` and `observer_errors` count defects."""
+    """The books of one process. `observers` see each settled record, in order.
+
+    Counters: `opened`, `admitted`, `settled`, `in_flight`; `opened == settled + in_flight` always.
+    `rate_errors` and `observer_errors` count defects."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Ledger:
         self.observer_errors = 0
         self._rate = rate
         self._clock = clock
-        self._observers = tuple(observers)
+        self.observers = list(observers)
         self._open: dict[str, OpenRecord] = {}
         self._slots = ProgressSlots(wal.folder, wal.boot, allocate=wal.disk.allocate)
 
@@ -137,7 +139,7 @@ class Ledger:
             )
         self._open.pop(data.request_id, None)
         self.settled += 1
-        for observer in self._observers:
+        for observer in self.observers:
             self._observe(observer, data)
 
     def _rated(self, attempt: Attempt) -> tuple[Charge, ...]:
