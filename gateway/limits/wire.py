@@ -45,7 +45,8 @@ class Connection(asyncio.Protocol):
             return
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(hiredis.pack_command(tuple(command))  # type: ignore[arg-type]  # its stub says one item)
+        packed = hiredis.pack_command(tuple(command))  # type: ignore[arg-type]  # stub: one item
+        self._unsent.append(packed)
         due = self._loop.time() + self._budget_s
         self._waiting.append((due, receive))
         if self._timer is None:
@@ -66,6 +67,9 @@ class Connection(asyncio.Protocol):
     def has_budget(self, budget_s: float) -> None:
         """From now on: how long a call may wait."""
         self._budget_s = budget_s
+        if self._timer is not None:  # it was set for the old one
+            self._timer.cancel()
+            self._timer = None
 
     def close(self) -> None:
         """Now; whoever waits gets StoreGone."""
