@@ -193,7 +193,6 @@ def _us(at: datetime) -> int:
 
 
 Whole = Annotated[int, Meta(ge=0, le=MOST)]
-Dollars = Annotated[Decimal, Meta(ge=0, le=9_000_000)]
 
 
 class LimitDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -204,7 +203,7 @@ class LimitDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     output_tokens_per_minute: Annotated[Whole | None, Meta(description="Tokens written.")] = None
     tokens_per_minute: Annotated[Whole | None, Meta(description="Tokens read and written.")] = None
     concurrency: Annotated[Whole | None, Meta(description="Requests at the same time.")] = None
-    dollars_per_hour: Annotated[Dollars | None, Meta(description="Spend, US dollars.")] = None
+    dollars_per_hour: Annotated[Decimal | None, Meta(description="Spend, US dollars.")] = None
 
 
 class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,8 +246,8 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class BudgetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Monthly budgets of whoever has none of their own, and how counters follow the ledger."""
 
-    tenant_usd: Annotated[Dollars | None, Meta(description="Per tenant and month.")] = None
-    key_usd: Annotated[Dollars | None, Meta(description="Per key and month.")] = None
+    tenant_usd: Annotated[Decimal | None, Meta(description="Per tenant and month.")] = None
+    key_usd: Annotated[Decimal | None, Meta(description="Per key and month.")] = None
     zone: Annotated[str, Meta(description="IANA time zone in which these months begin.")] = "UTC"
     rebase_s: Annotated[
         float, Meta(gt=0, description="Seconds between two corrections by the ledger.")

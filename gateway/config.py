@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from backends.settings import BackendSettings, EngineSettings
-from gateway.allowances import BudgetSettings, LimitSettings, check_budget
+from gateway.allowances import BudgetSettings, LimitSettings, check_budget, check_limit
 from gateway.errors import BadRequest
 from telemetry.settings import TelemetrySettings
 
@@ -243,10 +243,7 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
-    try:
-        check_budget("tenant", None, Decimal(0), "month", None, config.budgets.zone)
-    except BadRequest as error:
-        problems.append(f"budgets.{error.param}: {error.message}")
+    problems += _allowance_problems(config)
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
         problems.append("store.redis: must start with redis://, rediss:// or unix://")
@@ -260,6 +257,25 @@ def _meaning_problems(config: Config) -> list[str]:
             f"(host is {config.server.host}); set env:NAME or file:PATH"
         )
     return problems
+
+
+def _allowance_problems(config: Config) -> list[str]:
+    problems: list[str] = []
+    for name in ("tenant", "key", "user"):
+        dollars = getattr(config.limits, name).dollars_per_hour
+        if dollars is not None:
+            try:
+                check_limit("tenant", None, "spend", dollars, 3600)
+            except BadRequest as error:
+                problems.append(f"limits.{name}.dollars_per_hour: {error.message}")
+    for name in ("tenant_usd", "key_usd"):
+        amount = getattr(config.budgets, name)
+        try:
+            check_budget("tenant", None, amount or Decimal(0), "month", None, config.budgets.zone)
+        except BadRequest as error:
+            key = "zone" if error.param == "zone" else name
+            problems.append(f"budgets.{key}: {error.message}")
+    return list(dict.fromkeys(problems))
 
 
 def _reference_problems(data: Mapping[str, Json]) -> list[str]:
