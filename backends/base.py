@@ -18,7 +18,7 @@ BackendError
 """
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
@@ -101,6 +101,17 @@ class Backend(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class Cancellable(Protocol):
+    """A backend that can be told to stop, and whose answer then ends early but properly."""
+
+    async def cancel(self, request_id: str, /) -> bool:
+        """Ask it to stop what runs under this id. True: the iterator of `chat` will soon yield a
+        `Final` that says what was computed until then. Bounded by its own timeout; never raises a
+        BackendError."""
+        ...
 
 
 class BackendError(Exception):

@@ -58,7 +58,7 @@ class Ledger:
         self.observer_errors = 0
         self._rate = rate
         self._clock = clock
-        self.observers = list(observers)
+        self.observers = list(observers)  # called with each settled record; may be added to
         self._open: dict[str, OpenRecord] = {}
         self._slots = ProgressSlots(wal.folder, wal.boot, allocate=wal.disk.allocate)
 
