@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
 FLUSH_S = 10.0  # for the ledger, at shutdown
-LOCAL_PATIENCE_S = 2.0  # a budget's counter begins with a question to the ledger
+LOCAL_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
 

@@ -36,6 +36,7 @@ from gateway.limits.arithmetic import (
     MOST,
     NEVER,
     ROLLING_SLOTS,
+    BudgetState,
     Demand,
     Kind,
     Spent,
@@ -54,6 +55,8 @@ log = logging.getLogger(__name__)
 
 DEGRADED: Final = "x-meterline-limits"
 MAX_CALLERS: Final = 50_000
+LOG_EVERY_S: Final = 30.0
+SHIPPED_S: Final = 3.0  # by then a settlement is in the database, if it can be reached
 SCOPES: Final = ("tenant", "key", "user", "route", "model")
 OF: Final = {
     "tenant": "your account",
@@ -140,7 +143,7 @@ class Limits:
         self.counts = Counts()
         limits, _ = settings()
         self.estimator = Estimator(limits.output_tokens)
-        self._store = store
+        self.store = store
         self._slices = slices
         self._replicas = replicas
         self._is_up = is_up
@@ -151,6 +154,7 @@ class Limits:
         self._clock = clock
         self._patience_s = patience_s
         self._recovered = asyncio.Event()
+        self._quiet_until = 0.0
         self._windows = Windows()
         self._rules: OrderedDict[str, tuple[Caller, object, Rules]] = OrderedDict()
         self._holds: dict[str, _Hold] = {}
@@ -249,7 +253,9 @@ class Limits:
                     verdict = await self._ask(call, hold)
             if verdict.cold:
                 raise StoreGone
-        except (StoreGone, StoreUnavailable, TimeoutError):
+        except (StoreGone, StoreUnavailable, TimeoutError) as error:
+            self._say_why(error)
+            hold.in_store = not isinstance(error, StoreGone) or error.was_sent
             return self._by_slice(call, hold)
         if not verdict.admitted:
             hold.in_store = False
@@ -258,9 +264,16 @@ class Limits:
                 self._slices.saw(hold.tenant, demand, room.remaining)
         return verdict
 
+    def _say_why(self, error: Exception) -> None:
+        """Once in a while: an outage must not fill the log."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._quiet_until:
+            self._quiet_until = now + LOG_EVERY_S
+            log.warning("limits_by_slice", extra={"reason": type(error).__name__})
+
     async def _ask(self, call: Call, hold: _Hold) -> Verdict:
         lease_us = round(self._settings()[0].lease_s * 1e6)
-        return await self._store.admit(hold.tenant, call.request_id, lease_us, hold.demands)
+        return await self.store.admit(hold.tenant, call.request_id, lease_us, hold.demands)
 
     def _by_slice(self, call: Call, hold: _Hold) -> Verdict:
         call.answer_headers[DEGRADED] = "degraded"
@@ -387,7 +400,7 @@ class Limits:
         if hold.in_slice:
             self._slices.settle(hold.tenant, record.request_id, amounts, ended_us)
         if hold.in_store:
-            self._store.settle(hold.tenant, record.request_id, amounts, ended_us)
+            self.store.settle(hold.tenant, record.request_id, amounts, ended_us)
 
     # -- the ledger's word
 
@@ -402,6 +415,8 @@ class Limits:
                 self._reading[about] = task
                 task.add_done_callback(functools.partial(self._was_read, about))
             await asyncio.shield(task)
+        # What settled in the last moments may not have been shipped yet: look again soon.
+        asyncio.get_running_loop().call_later(SHIPPED_S, self._recovered.set)
 
     def _was_read(self, about: tuple[str, str], task: "asyncio.Task[None]") -> None:
         self._reading.pop(about, None)
@@ -423,7 +438,7 @@ class Limits:
             grain_us=grain_us,
             all_slots=bool(rule.period_us),
         )
-        await self._store.rebase(
+        await self.store.rebase(
             tenant,
             Spent(
                 key=key,
@@ -435,6 +450,10 @@ class Limits:
             ),
         )
         self.counts.rebases += 1
+
+    async def budget(self, tenant: str, key: str) -> BudgetState | None:
+        """A budget's counter. Raises StoreGone."""
+        return await self.store.budget(tenant, key)
 
     async def rebase(self) -> None:
         """Correct every budget that was asked for since the last time. Raises StoreGone,
@@ -461,7 +480,7 @@ class Limits:
             if hold.in_slice:
                 self._slices.renew(hold.tenant, request_id, lease_us)
         for tenant, hold_ids in by_tenant.items():
-            await self._store.renew(tenant, hold_ids, lease_us)
+            await self.store.renew(tenant, hold_ids, lease_us)
 
     async def run(self) -> None:
         """Renew and rebase until cancelled."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import random
 from collections import OrderedDict
@@ -28,6 +29,7 @@ SCRIPT: Final = (Path(__file__).parent / "limits.lua").read_text()
 SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 REPLICAS: Final = "ml:replicas"
 MAX_BACKLOG: Final = 100_000
+CATCH_UP: Final = 500  # settlements at a time, after an outage
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 
@@ -77,8 +79,8 @@ class RedisStore:
         if self._connection is not None and self._connection.is_open:
             with contextlib.suppress(StoreGone, hiredis.ReplyError):
                 await self._connection.call("ZREM", REPLICAS, self._node)
+            self.is_up = False  # first: this is no outage
             self._connection.close()
-        self.is_up = False
 
     @property
     def backlog(self) -> int:
@@ -90,8 +92,8 @@ class RedisStore:
     async def admit(
         self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
     ) -> Verdict:
-        """Raises StoreGone within the budget: then the server may have admitted all the same, and
-        `settle` must be called."""
+        """Raises StoreGone within the budget. If it `was_sent`, the server may have admitted all
+        the same, and `settle` must be called."""
         connection = self._connection
         if not self.is_up or connection is None:
             raise StoreGone
@@ -162,7 +164,8 @@ class RedisStore:
             log.warning("limit store failed", extra={"reason": str(error)[:100]})
             if self._connection is not None:
                 self._connection.close()
-        return StoreGone()
+            return StoreGone(was_sent=True)
+        return error
 
     # -- coming and going
 
@@ -175,19 +178,28 @@ class RedisStore:
 
     async def _open(self) -> None:
         self._lost.clear()
-        connection = await connect(self._url, budget_s=self._budget_s, lost=self._was_lost)
+        connection = await connect(self._url, lost=self._was_lost)
         try:
             await connection.call("SCRIPT", "LOAD", SCRIPT)
             await self._register(connection)
             while self._backlog:
-                about, command = next(iter(self._backlog.items()))
-                await connection.call(*command)
-                self._backlog.pop(about, None)
+                await self._catch_up(connection)
+            connection.has_budget(self._budget_s)
         except (StoreGone, hiredis.ReplyError) as error:
             connection.close()
             raise StoreGone(str(error)[:100] or type(error).__name__) from error
         self._connection = connection
         self.is_up = True
+
+    async def _catch_up(self, connection: Connection) -> None:
+        """Tell the server of settlements that it has not heard of, the oldest first."""
+        batch = list(itertools.islice(self._backlog.items(), CATCH_UP))
+        replies = await asyncio.gather(*(connection.ask(command) for _, command in batch))
+        for (about, command), reply in zip(batch, replies, strict=True):
+            if isinstance(reply, Exception):
+                raise reply
+            if self._backlog.get(about) is command:
+                del self._backlog[about]
 
     async def _register(self, connection: Connection) -> None:
         """Be counted. A replica that is new has a slice only when all others have counted it."""

@@ -13,7 +13,12 @@ FORGET_EVERY_US: Final = 300_000_000
 
 
 class StoreGone(Exception):
-    """The store did not answer within its budget of time, or cannot be reached."""
+    """The store did not answer within its budget of time, or cannot be reached. `was_sent`: it may
+    have done what it was asked for all the same."""
+
+    def __init__(self, reason: str = "", *, was_sent: bool = False) -> None:
+        super().__init__(reason)
+        self.was_sent = was_sent
 
 
 class Store(Protocol):

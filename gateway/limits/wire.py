@@ -23,12 +23,16 @@ Argument = str | int | float | bytes | memoryview
 Reply = Any  # what hiredis makes of it
 Receive = Callable[[Reply], None]  # StoreGone and hiredis.ReplyError come as values
 
+CONNECT_S = 1.0
+GRACE_S = 0.005  # of the budget: for a last look at the socket
+
 
 class Connection(asyncio.Protocol):
     """Use from one event loop. `lost` is called once, when it can no longer be used."""
 
     def __init__(self, budget_s: float, lost: Callable[[], None]) -> None:
         self.is_open = False
+        self._is_late = False
         self._loop = asyncio.get_running_loop()
         self._budget_s = budget_s
         self._lost = lost
@@ -47,7 +51,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         packed = hiredis.pack_command(tuple(command))  # type: ignore[arg-type]  # stub: one item
         self._unsent.append(packed)
-        due = self._loop.time() + self._budget_s
+        due = self._loop.time() + self._budget_s - GRACE_S
         self._waiting.append((due, receive))
         if self._timer is None:
             self._timer = self._loop.call_at(due, self._check)
@@ -113,12 +117,18 @@ class Connection(asyncio.Protocol):
         not be taken for another call's."""
         self._timer = None
         if not self._waiting:
+            self._is_late = False
             return
         due = self._waiting[0][0]
-        if self._loop.time() >= due:
-            self.close()
-        else:
+        now = self._loop.time()
+        if now < due:
+            self._is_late = False
             self._timer = self._loop.call_at(due, self._check)
+        elif not self._is_late:  # if it was this process that slept, the reply is there to be read
+            self._is_late = True
+            self._timer = self._loop.call_later(GRACE_S, self._check)
+        else:
+            self.close()
 
     def _end(self) -> None:
         if self._timer is not None:
@@ -127,7 +137,7 @@ class Connection(asyncio.Protocol):
         was_open, self.is_open = self.is_open, False
         waiting, self._waiting = self._waiting, deque()
         for _, receive in waiting:
-            receive(StoreGone())
+            receive(StoreGone(was_sent=True))
         if was_open:
             self._lost()
 
@@ -138,12 +148,13 @@ def _resolve(future: "asyncio.Future[Reply]", reply: Reply) -> None:
 
 
 async def connect(
-    url: str, *, budget_s: float, lost: Callable[[], None], connect_s: float = 1.0
+    url: str, *, lost: Callable[[], None], connect_s: float = CONNECT_S
 ) -> Connection:
-    """Open, authenticate, select. Raises StoreGone, whatever the reason."""
+    """Open, authenticate, select. Raises StoreGone, whatever the reason. Until `has_budget` says
+    how long a call may wait, it may take as long as connecting."""
     options = parse_url(url)
     loop = asyncio.get_running_loop()
-    connection = Connection(max(budget_s, connect_s), lost)
+    connection = Connection(connect_s, lost)
     try:
         async with asyncio.timeout(connect_s):
             if "path" in options:
@@ -164,7 +175,6 @@ async def connect(
     except (OSError, TimeoutError, hiredis.ReplyError) as error:
         connection.close()
         raise StoreGone(type(error).__name__) from error
-    connection.has_budget(budget_s)
     return connection
 
 

@@ -59,7 +59,7 @@ async def test_the_script_is_the_arithmetic(redis: services.Redis, seed: int) ->
     script = script.replace("for i = 3, #ARGV do", "for i = 3, #ARGV - 1 do")
     script = script.replace("for i = 6, #ARGV, 2 do", "for i = 6, #ARGV - 1, 2 do")
     assert "TIME" not in script
-    connection = await connect(redis.url, budget_s=5, lost=lambda: None)
+    connection = await connect(redis.url, lost=lambda: None, connect_s=5)
     sha = await connection.call("SCRIPT", "LOAD", script)
     dice = random.Random(seed)
     state, now = TenantState(), 1_800_000_000_000_000 + seed
@@ -207,7 +207,7 @@ async def test_a_server_that_is_not_there_at_start(redis: services.Redis) -> Non
 async def test_a_password_is_sent_and_a_wrong_one_is_an_outage() -> None:
     """`redis://:password@host` works; without it the store is away, not crashed."""
     with services.redis() as server:
-        connection = await connect(server.url, budget_s=1, lost=lambda: None)
+        connection = await connect(server.url, lost=lambda: None)
         await connection.call("CONFIG", "SET", "requirepass", "secret")
         connection.close()
         url = f"redis://:secret@127.0.0.1:{server.port}/3"
