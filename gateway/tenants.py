@@ -19,6 +19,7 @@ from uuid import UUID
 import asyncpg
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -45,6 +46,7 @@ from gateway.keys import MODEL_PATTERN, PREFIX, KeyRing
 from telemetry.clock import Clock
 from telemetry.database import open_engine
 from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
+from telemetry.money import plain
 from telemetry.redaction import Secret
 from telemetry.tables import Money, UtcTime
 
@@ -729,7 +731,8 @@ async def limits_of(db: AsyncSession, tenant_id: str | None) -> list[Limit]:
     if tenant_id is not None:
         query = query.where(LimitRow.tenant_id == tenant_id)
     rows = (await db.scalars(query)).all()
-    return [msgspec.convert(row, Limit, from_attributes=True) for row in rows]
+    limits = [msgspec.convert(row, Limit, from_attributes=True) for row in rows]
+    return [replace(limit, amount=Decimal(plain(limit.amount))) for limit in limits]
 
 
 async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
@@ -738,7 +741,8 @@ async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
     if tenant_id is not None:
         query = query.where(BudgetRow.tenant_id == tenant_id)
     rows = (await db.scalars(query)).all()
-    return [msgspec.convert(row, Budget, from_attributes=True) for row in rows]
+    budgets = [msgspec.convert(row, Budget, from_attributes=True) for row in rows]
+    return [replace(budget, amount_usd=Decimal(plain(budget.amount_usd))) for budget in budgets]
 
 
 def _tenant(row: TenantRow) -> Tenant:
