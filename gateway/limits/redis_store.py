@@ -31,7 +31,8 @@ REPLICAS: Final = "ml:replicas"
 MAX_BACKLOG: Final = 100_000
 CATCH_UP: Final = 500  # settlements at a time, after an outage
 FIRST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 2.0
+LONGEST_PAUSE_S: Final = 1.0
+REMEMBERED_S: Final = 3600
 
 
 class RedisStore:
@@ -60,7 +61,8 @@ class RedisStore:
         self._connection: Connection | None = None
         self._backlog: OrderedDict[tuple[str, str], tuple[Argument, ...]] = OrderedDict()
         self._lost = asyncio.Event()
-        self._beats = 0
+        self._opened = 0.0  # when this connection was
+        self._settled_s = 2 * heartbeat_s + 2 * LONGEST_PAUSE_S
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -180,6 +182,7 @@ class RedisStore:
         self._lost.clear()
         connection = await connect(self._url, lost=self._was_lost)
         try:
+            self._opened = asyncio.get_running_loop().time()
             await connection.call("SCRIPT", "LOAD", SCRIPT)
             await self._register(connection)
             while self._backlog:
@@ -202,15 +205,18 @@ class RedisStore:
                 del self._backlog[about]
 
     async def _register(self, connection: Connection) -> None:
-        """Be counted. A replica that is new has a slice only when all others have counted it."""
+        """Be counted, and count. The number may only fall when everybody who lives has had the time
+        to register on this server, and nobody has a slice before all others have counted it. Who
+        went without a word is counted for an hour, since it may be spending its slice."""
         seconds, _ = await connection.call("TIME")
         now = int(seconds)
-        await connection.call("ZADD", REPLICAS, now + round(3 * self._heartbeat_s) + 1, self._node)
+        await connection.call("ZADD", REPLICAS, now + REMEMBERED_S, self._node)
         await connection.call("ZREMRANGEBYSCORE", REPLICAS, "-inf", now)
         count = int(await connection.call("ZCARD", REPLICAS))
-        self._beats += 1
-        if self._beats >= 3 or self.replicas is not None:
+        if asyncio.get_running_loop().time() - self._opened >= self._settled_s:
             self.replicas = max(1, count)
+        elif self.replicas is not None:
+            self.replicas = max(self.replicas, count)
 
     async def _keep(self) -> None:
         pause_s = FIRST_PAUSE_S

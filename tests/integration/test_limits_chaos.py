@@ -83,6 +83,7 @@ async def test_an_outage_stays_within_the_bound() -> None:
         sliced = sum(fact["sliced"] for fact in facts)
         assert limit < admitted <= 2 * limit + limit * share
         assert 0 < sliced <= limit * share
+        print(f"admitted {admitted}, {sliced} by slices")  # noqa: T201  # for docs/reference/bounds.md
         assert all(fact["outages"] >= 2 for fact in facts)
         # 50 ms, and what a busy machine needs to wake four processes up.
         assert max(fact["longest_ms"] for fact in facts) < 400
