@@ -119,6 +119,10 @@ class _Budget:
         self.slots: dict[int, int] = {}
 
 
+_Found = _Window | _Bucket | _Budget | None  # what was looked at, for taking from it
+_Looked = tuple[int, int, int, _Found]
+
+
 class _Hold:
     __slots__ = ("demands", "expires_us")
 
@@ -175,19 +179,26 @@ def admit(
         return Verdict(False, cold=cold, now_us=now_us)
     rooms: list[Room] = []
     binding, longest = -1, 0
+    looked: list[_Found] = []
     for index, demand in enumerate(demands):
-        left, reset_us, wait_us = _LOOK[demand.kind](state, now_us, demand)
-        rooms.append(Room(max(0, left), reset_us))
+        left, reset_us, wait_us, found = _LOOK[demand.kind](state, now_us, demand)
+        looked.append(found)
+        rooms.append(Room(left if left > 0 else 0, reset_us))
         if wait_us and (binding < 0 or (longest != NEVER and (wait_us > longest or wait_us < 0))):
             binding, longest = index, wait_us
     if binding >= 0:
         return Verdict(False, tuple(rooms), binding, longest, now_us=now_us)
-    taken = tuple([_TAKE[demand.kind](state, now_us, demand) for demand in demands])
+    taken = tuple(
+        [
+            _TAKE[demand.kind](state, now_us, demand, found)
+            for demand, found in zip(demands, looked, strict=True)
+        ]
+    )
     state.holds[hold_id] = _Hold(taken, now_us + lease_us)
     state.next_expiry_us = min(state.next_expiry_us, now_us + lease_us)
     after = tuple(
         [
-            Room(max(0, room.remaining - demand.amount), room.reset_us)
+            Room(room.remaining - demand.amount, room.reset_us)
             for room, demand in zip(rooms, demands, strict=True)
         ]
     )
@@ -257,10 +268,10 @@ def forget(state: TenantState, now_us: int) -> None:
         del state.concurrency[key]
 
 
-# -------------------------------------------- one limit: what is left, reset and wait in µs; take
+# -------------------------------------------- one limit: left, reset, wait (µs); take
 
 
-def _look_window(state: TenantState, now_us: int, demand: Demand) -> tuple[int, int, int]:
+def _look_window(state: TenantState, now_us: int, demand: Demand) -> _Looked:
     width = demand.period_us // SLOTS
     window = state.windows.get(demand.key)
     count, last = 0, -1
@@ -282,7 +293,7 @@ def _look_window(state: TenantState, now_us: int, demand: Demand) -> tuple[int, 
     else:
         last = max(last, now_us // width)
     reset_us = 0 if last < 0 else (last + 1) * width + demand.period_us - now_us
-    return demand.limit - count, reset_us, wait_us
+    return demand.limit - count, reset_us, wait_us, window
 
 
 def _slide(window: _Window, oldest: int) -> None:
@@ -296,10 +307,11 @@ def _slide(window: _Window, oldest: int) -> None:
         window.count -= window.slots.pop(slot)
 
 
-def _take_window(state: TenantState, now_us: int, demand: Demand) -> Demand:
-    window = state.windows.get(demand.key)
-    if window is None:
-        window = state.windows[demand.key] = _Window()
+def _take_window(state: TenantState, now_us: int, demand: Demand, found: _Found) -> Demand:
+    if found is None:
+        found = state.windows[demand.key] = _Window()
+    assert isinstance(found, _Window)
+    window = found
     # A clock that steps back must not break the order of the slots.
     slot = now_us // (demand.period_us // SLOTS)
     if window.slots:
@@ -341,7 +353,7 @@ def _fills_in(bucket: _Bucket, now_us: int, missing: int, demand: Demand) -> int
     return max(1, needed - (now_us - bucket.at_us))
 
 
-def _look_bucket(state: TenantState, now_us: int, demand: Demand) -> tuple[int, int, int]:
+def _look_bucket(state: TenantState, now_us: int, demand: Demand) -> _Looked:
     bucket = _filled(state, now_us, demand)
     if demand.amount > demand.limit:
         wait_us = NEVER
@@ -349,13 +361,13 @@ def _look_bucket(state: TenantState, now_us: int, demand: Demand) -> tuple[int, 
         wait_us = _fills_in(bucket, now_us, demand.amount - bucket.level, demand)
     after = bucket.level - (demand.amount if wait_us == 0 else 0)
     reset_us = max(0, _fills_in(bucket, now_us, demand.limit - after, demand))
-    return bucket.level, reset_us, wait_us
+    return bucket.level, reset_us, wait_us, bucket
 
 
-def _take_bucket(state: TenantState, now_us: int, demand: Demand) -> Demand:
-    bucket = _filled(state, now_us, demand)
-    bucket.level -= demand.amount
-    _keep_bucket(state, now_us, demand, bucket)
+def _take_bucket(state: TenantState, now_us: int, demand: Demand, found: _Found) -> Demand:
+    assert isinstance(found, _Bucket)
+    found.level -= demand.amount
+    _keep_bucket(state, now_us, demand, found)
     return demand
 
 
@@ -369,18 +381,18 @@ RETRY_US = 1_000_000  # when a place may be free; nobody knows
 WINDOW_END_US = 1_000_000_000_000  # a spent budget: whoever made the window knows when it ends
 
 
-def _look_concurrency(state: TenantState, now_us: int, demand: Demand) -> tuple[int, int, int]:
+def _look_concurrency(state: TenantState, now_us: int, demand: Demand) -> _Looked:
     left = demand.limit - state.held(demand.key)
     if left >= demand.amount:
-        return left, 0, 0
-    return left, RETRY_US, RETRY_US if demand.amount <= demand.limit else NEVER
+        return left, 0, 0, None
+    return left, RETRY_US, RETRY_US if demand.amount <= demand.limit else NEVER, None
 
 
-def _take_concurrency(state: TenantState, now_us: int, demand: Demand) -> Demand:
-    found = state.concurrency.get(demand.key)
-    if found is None:
-        found = state.concurrency[demand.key] = _Concurrency()
-    found.held += demand.amount
+def _take_concurrency(state: TenantState, now_us: int, demand: Demand, found: _Found) -> Demand:
+    counter = state.concurrency.get(demand.key)
+    if counter is None:
+        counter = state.concurrency[demand.key] = _Concurrency()
+    counter.held += demand.amount
     return demand
 
 
@@ -396,7 +408,7 @@ def _roll(budget: _Budget, window_us: int) -> None:
     budget.slots = {}
 
 
-def _look_budget(state: TenantState, now_us: int, demand: Demand) -> tuple[int, int, int]:
+def _look_budget(state: TenantState, now_us: int, demand: Demand) -> _Looked:
     budget = state.budgets[demand.key]
     if budget.window_us < demand.window_us:
         used = 0
@@ -406,8 +418,8 @@ def _look_budget(state: TenantState, now_us: int, demand: Demand) -> tuple[int, 
         used = budget.spent + budget.held
     left = demand.limit - used
     if left >= demand.amount:
-        return left, 0, 0
-    return left, 0, WINDOW_END_US if demand.amount <= demand.limit else NEVER
+        return left, 0, 0, budget
+    return left, 0, WINDOW_END_US if demand.amount <= demand.limit else NEVER, budget
 
 
 def _slide_budget(budget: _Budget, now_us: int, demand: Demand) -> None:
@@ -416,10 +428,11 @@ def _slide_budget(budget: _Budget, now_us: int, demand: Demand) -> None:
         budget.spent -= budget.slots.pop(slot)
 
 
-def _take_budget(state: TenantState, now_us: int, demand: Demand) -> Demand:
+def _take_budget(state: TenantState, now_us: int, demand: Demand, found: _Found) -> Demand:
     """The demand with the window that it was really taken from: another replica's clock may already
     have begun the next one."""
-    budget = state.budgets[demand.key]
+    assert isinstance(found, _Budget)
+    budget = found
     if budget.window_us < demand.window_us:
         _roll(budget, demand.window_us)
     budget.held += demand.amount
@@ -452,15 +465,6 @@ def _settle(state: TenantState, now_us: int, demand: Demand, amount: int, ended_
                 budget.spent += amount
 
 
-_LOOK = {
-    Kind.WINDOW: _look_window,
-    Kind.BUCKET: _look_bucket,
-    Kind.CONCURRENCY: _look_concurrency,
-    Kind.BUDGET: _look_budget,
-}
-_TAKE = {
-    Kind.WINDOW: _take_window,
-    Kind.BUCKET: _take_bucket,
-    Kind.CONCURRENCY: _take_concurrency,
-    Kind.BUDGET: _take_budget,
-}
+# By Kind, which counts from 1.
+_LOOK = (_look_window, _look_window, _look_bucket, _look_concurrency, _look_budget)
+_TAKE = (_take_window, _take_window, _take_bucket, _take_concurrency, _take_budget)

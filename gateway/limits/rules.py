@@ -32,6 +32,7 @@ _KINDS = {
     "spend": Kind.BUCKET,
     "concurrency": Kind.CONCURRENCY,
 }
+SUBJECTS = 1_000  # remembered per caller
 MEMORY = 10_000  # callers and users remembered
 
 
@@ -131,6 +132,7 @@ class Rules:
         self._budgets = caller.budgets
         self._default_limits = list(_defaults(caller, limits))
         self._default_budgets = list(_default_budgets(caller, budgets))
+        self._selected: dict[tuple[str, str], list[Rule]] = {}
         self._fixed = [
             *self._select("tenant", None),
             *self._select("key", caller.key_id),
@@ -145,12 +147,20 @@ class Rules:
             return found
         found = list(found)
         if "user" in self._scopes:  # who names no user is one user, or leaving it out would pay
-            found += self._select("user", user or "")
+            found += self._remembered("user", user or "")
         if "route" in self._scopes:
-            found += self._select("route", route)
+            found += self._remembered("route", route)
         if "model" in self._scopes:
             for model in models:
-                found += self._select("model", model)
+                found += self._remembered("model", model)
+        return found
+
+    def _remembered(self, scope: str, subject: str) -> list[Rule]:
+        found = self._selected.get((scope, subject))
+        if found is None:
+            if len(self._selected) >= SUBJECTS:
+                self._selected.clear()
+            found = self._selected[scope, subject] = self._select(scope, subject)
         return found
 
     def _select(self, scope: str, subject: str | None) -> list[Rule]:
