@@ -45,7 +45,7 @@ from gateway.limits.arithmetic import (
 from gateway.limits.estimate import Estimator
 from gateway.limits.rules import Rule, Rules, Taken, Used, Wanted, Windows, actual
 from gateway.limits.slices import Slices
-from gateway.limits.store import Store, StoreGone
+from gateway.limits.store import MemoryStore, Store, StoreGone
 from gateway.routing import Target
 from telemetry.clock import Clock
 from telemetry.pricing import PriceBook
@@ -165,6 +165,11 @@ class Limits:
     @property
     def open_holds(self) -> int:
         return len(self._holds)
+
+    @property
+    def is_shared(self) -> bool:
+        """Other replicas count on the same counters."""
+        return not isinstance(self.store, MemoryStore)
 
     @property
     def mode(self) -> str:

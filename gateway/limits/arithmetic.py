@@ -39,6 +39,9 @@ class Kind(IntEnum):
     BUDGET = 4
 
 
+BUDGET = int(Kind.BUDGET)
+
+
 class Demand(Struct, frozen=True, gc=False):
     """What one request wants of one limit.
 
@@ -170,39 +173,31 @@ def admit(
     expire(state, now_us)
     if hold_id in state.holds:
         return Verdict(True, now_us=now_us)
-    cold = tuple(
-        index
-        for index, demand in enumerate(demands)
-        if demand.kind is Kind.BUDGET and demand.key not in state.budgets
-    )
-    if cold:
-        return Verdict(False, cold=cold, now_us=now_us)
-    rooms: list[Room] = []
+    budgets = state.budgets
+    looked: list[tuple[int, int, int, _Found]] = []
+    cold: list[int] = []
     binding, longest = -1, 0
-    looked: list[_Found] = []
     for index, demand in enumerate(demands):
-        left, reset_us, wait_us, found = _LOOK[demand.kind](state, now_us, demand)
-        looked.append(found)
-        rooms.append(Room(left if left > 0 else 0, reset_us))
+        if demand.kind == BUDGET and demand.key not in budgets:
+            cold.append(index)
+            continue
+        one = _LOOK[demand.kind](state, now_us, demand)
+        looked.append(one)
+        wait_us = one[2]
         if wait_us and (binding < 0 or (longest != NEVER and (wait_us > longest or wait_us < 0))):
             binding, longest = index, wait_us
+    if cold:
+        return Verdict(False, cold=tuple(cold), now_us=now_us)
     if binding >= 0:
+        rooms = [Room(left if left > 0 else 0, reset_us) for left, reset_us, _, _ in looked]
         return Verdict(False, tuple(rooms), binding, longest, now_us=now_us)
-    taken = tuple(
-        [
-            _TAKE[demand.kind](state, now_us, demand, found)
-            for demand, found in zip(demands, looked, strict=True)
-        ]
-    )
+    rooms, taken = [], []
+    for demand, (left, reset_us, _, found) in zip(demands, looked, strict=True):
+        taken.append(_TAKE[demand.kind](state, now_us, demand, found))
+        rooms.append(Room(left - demand.amount, reset_us))
     state.holds[hold_id] = _Hold(taken, now_us + lease_us)
     state.next_expiry_us = min(state.next_expiry_us, now_us + lease_us)
-    after = tuple(
-        [
-            Room(room.remaining - demand.amount, room.reset_us)
-            for room, demand in zip(rooms, demands, strict=True)
-        ]
-    )
-    return Verdict(True, after, now_us=now_us)
+    return Verdict(True, tuple(rooms), now_us=now_us)
 
 
 def settle(
