@@ -129,6 +129,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
+_SERVER_SECRETS = ("admin_key", "key_pepper")
 COLD = ("server", "store", "engines", "telemetry")  # tables that only a restart can change
 
 
@@ -247,7 +248,7 @@ def _meaning_problems(config: Config) -> list[str]:
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
         problems.append("store.redis: must start with redis://, rediss:// or unix://")
-    for key in ("admin_key", "key_pepper"):
+    for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
             problems.append(f"server.{key}: {REFERENCE_RULE}")
@@ -328,6 +329,23 @@ def resolve(reference: str, environment: Mapping[str, str]) -> str:
             raise ConfigInvalid([f"{reference}: the file is empty"])
         return secret
     return reference
+
+
+def check_references(config: Config, environment: Mapping[str, str]) -> None:
+    """Resolve every secret once, before anything is done. Raises ConfigInvalid with a line for
+    each that cannot be had."""
+    references = [(f"backends[{i}].api_key", b.api_key) for i, b in enumerate(config.backends)]
+    references += [(f"server.{key}", getattr(config.server, key)) for key in _SERVER_SECRETS]
+    references += [(f"store.{key}", getattr(config.store, key)) for key in ("database", "redis")]
+    problems: list[str] = []
+    for path, reference in references:
+        try:
+            if reference is not None:
+                resolve(reference, environment)
+        except ConfigInvalid as error:
+            problems += [f"{path}: {line}" for line in error.problems]
+    if problems:
+        raise ConfigInvalid(problems)
 
 
 def _without_annotations(kind: Any) -> tuple[Any, list[Meta]]:
