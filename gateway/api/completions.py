@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 from litestar import asgi
