@@ -13,6 +13,8 @@ COMMANDS: Final = {
     "migrate": "migrate",
     "tenant": "tenant",
     "key": "key",
+    "limit": "limit",
+    "budget": "budget",
     "report": "report",
     "reconcile": "reconcile",
     "explain": "explain",

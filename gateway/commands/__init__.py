@@ -12,8 +12,9 @@ import functools
 import getpass
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
@@ -26,6 +27,7 @@ from gateway.keys import KeyRing, PepperInvalid, open_pepper
 from gateway.tenants import Key, Page, Tenant, Tenants
 from telemetry.clock import Clock, SystemClock
 from telemetry.database import DatabaseUrlInvalid
+from telemetry.money import plain
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -203,10 +205,33 @@ def parse_labels(pairs: Iterable[str], option: str) -> dict[str, str]:
     return labels
 
 
+def subject_of(given: Mapping[str, str | None]) -> tuple[str, str | None]:
+    """The one scope that was named, and its subject; `*` is each of its kind."""
+    named = [(scope, subject) for scope, subject in given.items() if subject is not None]
+    if len(named) > 1:
+        raise BadInput("name one of " + ", ".join(f"--{scope}" for scope in given))
+    if not named:
+        return "tenant", None
+    scope, subject = named[0]
+    return scope, None if subject == "*" else subject
+
+
+def parse_amount(text: str, option: str) -> Decimal:
+    try:
+        amount = Decimal(text.removeprefix("$"))
+    except InvalidOperation:
+        raise BadInput(f"{option}: {text!r} is not a number") from None
+    return amount
+
+
 def _cell(value: Any) -> str:
     match value:
         case None:
             return "-"
+        case bool():
+            return "yes" if value else "no"
+        case Decimal():
+            return plain(value)
         case datetime():
             return value.strftime("%Y-%m-%d %H:%M:%SZ")
         case dict():
