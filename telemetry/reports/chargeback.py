@@ -4,6 +4,10 @@ Money is added exactly and never rounded; only the figures per million tokens ar
 half up to 6 decimals and marked as such by their names. Lines without a price are counted beside
 the cost, never as zero in it. The totals are added up from the hourly sums themselves, so a line
 that grouping lost would show as a difference.
+
+A request counts by its attempt that served it, else by its last one. A request that was refused
+before any backend was asked has no attempt, used nothing and is not counted here; how many there
+were is a matter of the metrics and of `gateway_request`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
