@@ -78,7 +78,8 @@ async def test_a_failed_migration_leaves_nothing_behind(
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "9999_broken.py").write_text(
-        'revision = "9999"\ndown_revision = "0002"\n\n\ndef upgrade() -> None:\n'
+        f'revision = "9999"\ndown_revision = "{migrations.current_head(versions=versions)}"\n\n\n'
+        "def upgrade() -> None:\n"
         '    raise RuntimeError("half-way")\n'
     )
     engine = open_engine(database_url)
