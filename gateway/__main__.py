@@ -13,6 +13,7 @@ COMMANDS: Final = {
     "migrate": "migrate",
     "tenant": "tenant",
     "key": "key",
+    "price": "price",
     "report": "report",
     "reconcile": "reconcile",
     "explain": "explain",

@@ -57,6 +57,7 @@ from telemetry.tracing import FileSink, OtlpSink, SpanExport
 log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
+BOOKS_EVERY_S = 30.0  # how often a running gateway looks for newly published prices
 FLUSH_S = 10.0  # for the ledger, at shutdown
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
@@ -83,6 +84,7 @@ class Prices:
 
     def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
         self.book = PriceBook()
+        self._published = 0
         self._engine = engine
         self._clock = clock
 
@@ -99,6 +101,21 @@ class Prices:
         ]
         owned = [BackendPrices(e.name, registry.ENGINE_PROVIDER, gpu=e.gpu) for e in config.engines]
         await books.publish_config_prices(self._engine, [*bought, *owned], now)
+        await self._load()
+
+    async def keep_current(self) -> None:
+        """Take up what `meterline price publish` published meanwhile. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(BOOKS_EVERY_S)
+            try:
+                if await books.published_count(self._engine) != self._published:
+                    await self._load()
+            except (SQLAlchemyError, OSError) as error:  # the book in force goes on
+                log.warning("price_books_unreadable", extra={"reason": type(error).__name__})
+
+    async def _load(self) -> None:
+        # Counted first: what is published while they are read is found at the next look.
+        self._published = await books.published_count(self._engine)
         self.book = await books.load(self._engine)
 
 
@@ -139,6 +156,7 @@ async def _build(
 
     prices = Prices(engine, clock)
     await prices.publish(config)
+    await stack.enter_async_context(_running(prices.keep_current))
 
     wal = _open_wal(config, clock)
     stack.callback(wal.close)  # also closed by the ledger; twice is once

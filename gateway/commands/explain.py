@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import click
-from telemetry.reports.render import story_json, story_text
 
 from gateway.commands import Format, Refused, with_format
 from gateway.commands.books import OpenBooks, with_books
 from gateway.commands.files import config_option
 from telemetry.reports.explain import Story
 from telemetry.reports.query import explain_record
+from telemetry.reports.render import story_json, story_text
 
 
 @click.command()

@@ -1,9 +1,10 @@
 """Carry one node's log into the database: rows and cursor in the same transaction.
 
 Invariant: whatever dies between two statements, replaying the log inserts nothing twice and leaves
-nothing out. What happened in a month that is closed by now is booked in the hour of its arrival: the
-closed month stays as it is, and the late event is a correction in the open one. Rows are inserted with ON CONFLICT DO NOTHING on ids that the log determines; a request
-that arrives again with other facts is kept apart in `usage_conflict` and never overwrites. A record
+nothing out. What happened in a month that is closed by now is booked in the hour of its arrival:
+the closed month stays as it is, and the late event is a correction in the open one. Rows are
+inserted with ON CONFLICT DO NOTHING on ids that the log determines; a request that arrives again
+with other facts is kept apart in `usage_conflict` and never overwrites. A record
 that the database refuses for its content is kept there too, so that one bad record cannot stop the
 log. While the database is away nothing is lost: the log keeps it and the shipper tries again.
 """
