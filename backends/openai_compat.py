@@ -8,7 +8,9 @@ error has yielded exactly one `Final`, and closing it closes the upstream's conn
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterator
+from decimal import Decimal
 from importlib import metadata
 from typing import Final, Literal
 
@@ -29,6 +31,7 @@ from backends.base import (
 from backends.deadlines import Deadlines, timed_out
 from backends.settings import BackendSettings
 from backends.sse import EventTooLarge, SSEParser
+from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
 from telemetry.usage import UsageSource
 
@@ -39,6 +42,10 @@ MAX_ERROR_S: Final = 2.0
 MAX_UNREAD_S: Final = 0.2  # how long the end of the connection's bytes is waited for after [DONE]
 READY_S: Final = 2.0
 
+_STEP_SECONDS: Final = re.compile(
+    r'^meterline_engine_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE
+)
+
 _PATHS: Final = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -47,6 +54,22 @@ def user_agent() -> str:
         return f"meterline/{metadata.version('meterline')}"
     except metadata.PackageNotFoundError:  # run from a checkout
         return "meterline/0"
+
+
+def step_times(exposition: str) -> StepTimes | None:
+    """The step clock in our engine's metrics. They are microsecond counts over a million, which a
+    decimal takes back without a remainder. None if the engine is not warmed up yet."""
+    found: dict[str, int] = {}
+    for phase, seconds in _STEP_SECONDS.findall(exposition):
+        found[phase] = found.get(phase, 0) + round(Decimal(seconds) * 1_000_000)
+    if not found.get("warmup"):
+        return None
+    return StepTimes(
+        load_us=found.get("load", 0),
+        warmup_us=found["warmup"],
+        step_us=sum(found.get(phase, 0) for phase in ("prefill", "decode", "mixed")),
+        idle_us=found.get("idle", 0),
+    )
 
 
 class OpenAICompatible:
@@ -159,6 +182,19 @@ class OpenAICompatible:
         except (httpx.HTTPError, TimeoutError):
             return False
         return response.status_code == 200
+
+    async def step_times(self) -> StepTimes | None:
+        """What our engine's step clock shows. None: another server, or it does not answer now."""
+        if not self._is_engine:
+            return None
+        try:
+            async with asyncio.timeout(READY_S):
+                url = self._ready_url.join("/metrics")
+                request = httpx.Request("GET", url, headers=self._headers)
+                response = await self._client.send(request)
+        except (httpx.HTTPError, TimeoutError):
+            return None
+        return step_times(response.text) if response.status_code == 200 else None
 
     async def aclose(self) -> None:
         await self._client.aclose()

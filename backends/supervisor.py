@@ -20,8 +20,9 @@ import httpx
 from msgspec import Struct, structs
 
 from backends import egress
-from backends.base import Backend, BackendUnavailable, ChatRequest, Event
+from backends.base import Backend, BackendUnavailable, ChatRequest, Clocked, Event
 from backends.settings import EngineSettings
+from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
@@ -326,6 +327,12 @@ class Supervised:
 
     async def is_ready(self) -> bool:
         return self.process.is_ready and await self._backend.is_ready()
+
+    async def step_times(self) -> StepTimes | None:
+        """What the engine's step clock shows; None while it is not there."""
+        if not self.process.is_ready or not isinstance(self._backend, Clocked):
+            return None
+        return await self._backend.step_times()
 
     async def aclose(self) -> None:
         await self._backend.aclose()

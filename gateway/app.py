@@ -36,6 +36,7 @@ from gateway.api.admin import create_admin_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.config import Config, ConfigInvalid, resolve
 from gateway.errors import GatewayError
+from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid, Secret
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
@@ -198,6 +199,8 @@ async def _build(
     if config_path is not None:
         watcher = ConfigWatcher(config_path, runtimes, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
+
+    await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
 
     gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock))
     _watch(metrics, gateway, worker, runtimes)

@@ -5,9 +5,9 @@ that name (MIT), turned into our rows once per version of the package; "config" 
 `meterline.toml` says about agreed prices and owned hardware, a new version whenever that changes.
 An operator may import others (`telemetry.catalogues`). They start as drafts, which price nothing
 until they are published. A published row is never updated or deleted: a correction is a new
-version. Books of an operator's own are asked first, in order of their names, then LiteLLM's map, then
-genai-prices. Importing the package costs half a second and is avoided when its version is already
-in the database.
+version. Books of an operator's own are asked first, in order of their names, then LiteLLM's map,
+then genai-prices. Importing the package costs half a second and is avoided when its version is
+already in the database.
 
 Of the public lists, time-of-day prices are not modelled: where a model has them, the dearer price
 of each meter applies at all hours, and the seed reports the model. Units other than tokens and
