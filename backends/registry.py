@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import httpx
+
 from backends import egress
 from backends.base import Backend
 from backends.settings import BackendKind, BackendSettings, EngineSettings
-from backends.wire import Normalise
 from telemetry import usage
 
 if TYPE_CHECKING:
-    from backends.supervisor import Supervised
+    from backends.openai_compat import EngineServer
+    from backends.supervisor import EngineTelemetry, Supervised
 
 ENGINE_PROVIDER: Final = "meterline.engine"
 
@@ -35,9 +37,11 @@ def provider_of(settings: BackendSettings) -> str:
     return settings.provider or _PROVIDERS[settings.kind]
 
 
-def build_engine(settings: EngineSettings, socket_path: Path) -> "Supervised":
+def build_engine(
+    settings: EngineSettings, socket_path: Path, telemetry: "EngineTelemetry | None" = None
+) -> "Supervised":
     """The backend of one `[[engines]]` table with its child process, not started yet: call
-    `process.start()`."""
+    `process.start()`. `telemetry`: where the child's spans go; None: nowhere."""
     from backends.supervisor import EngineProcess, Supervised
 
     described = BackendSettings(
@@ -46,15 +50,32 @@ def build_engine(settings: EngineSettings, socket_path: Path) -> "Supervised":
         base_url=f"{egress.UNIX_SCHEME}{socket_path}",
         gpu=settings.gpu,
     )
-    return Supervised(_engine(described, None), EngineProcess(settings, socket_path))
+    process = EngineProcess(settings, socket_path, telemetry=telemetry)
+    return Supervised(_engine(described, None), process)
 
 
 def _openai(settings: BackendSettings, api_key: str | None) -> Backend:
-    return _over_http(settings, api_key, usage.from_openai, is_engine=False)
+    from backends.openai_compat import OpenAICompatible
+
+    return OpenAICompatible(
+        settings,
+        api_key,
+        _client(settings),
+        normalise=usage.from_openai,
+        provider=provider_of(settings),
+    )
 
 
-def _engine(settings: BackendSettings, api_key: str | None) -> Backend:
-    return _over_http(settings, api_key, usage.from_engine, is_engine=True)
+def _engine(settings: BackendSettings, api_key: str | None) -> "EngineServer":
+    from backends.openai_compat import EngineServer
+
+    return EngineServer(
+        settings,
+        api_key,
+        _client(settings),
+        normalise=usage.from_engine,
+        provider=provider_of(settings),
+    )
 
 
 def _scripted(settings: BackendSettings, _: str | None) -> Backend:
@@ -63,22 +84,14 @@ def _scripted(settings: BackendSettings, _: str | None) -> Backend:
     return Scripted(settings, normalise=usage.from_openai)
 
 
-def _over_http(
-    settings: BackendSettings, api_key: str | None, normalise: Normalise, *, is_engine: bool
-) -> Backend:
-    from backends.openai_compat import OpenAICompatible
-
+def _client(settings: BackendSettings) -> httpx.AsyncClient:
     if settings.base_url is None:
         raise ValueError(f"backend {settings.name} needs a base_url")
     _, socket_path = egress.split_base_url(settings.base_url)
-    client = egress.client(
+    return egress.client(
         socket_path=socket_path,
         allow_private=settings.allow_private,
         max_connections=settings.max_concurrency,
-    )
-    provider = provider_of(settings)
-    return OpenAICompatible(
-        settings, api_key, client, normalise=normalise, provider=provider, is_engine=is_engine
     )
 
 

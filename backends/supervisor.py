@@ -20,7 +20,8 @@ import httpx
 from msgspec import Struct, structs
 
 from backends import egress
-from backends.base import Backend, BackendUnavailable, ChatRequest, Clocked, Event
+from backends.base import BackendUnavailable, ChatRequest, Event
+from backends.openai_compat import EngineServer
 from backends.settings import EngineSettings
 from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
@@ -69,7 +70,17 @@ class Patience(Struct, frozen=True, kw_only=True):
     stable_s: float = 60.0  # ready for so long: the backoff starts over
 
 
-def engine_command(settings: EngineSettings, socket_path: Path) -> list[str]:
+class EngineTelemetry(Struct, frozen=True, kw_only=True):
+    """Where an engine sends its spans: to a collector, or into a file of its own."""
+
+    otlp_endpoint: str | None = None
+    spans_file: Path | None = None
+    service_name: str = "meterline-engine"
+
+
+def engine_command(
+    settings: EngineSettings, socket_path: Path, telemetry: EngineTelemetry | None = None
+) -> list[str]:
     """The command line of `python -m backends.engine`."""
     command = [sys.executable, "-m", "backends.engine"]
     command += ["--name", settings.name, "--model", settings.model]
@@ -79,7 +90,13 @@ def engine_command(settings: EngineSettings, socket_path: Path) -> list[str]:
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
     if settings.threads is not None:
         command += ["--threads", str(settings.threads)]
-    return [*command, "--uds", str(socket_path)]
+    if telemetry is not None:
+        command += ["--service-name", telemetry.service_name]
+        if telemetry.otlp_endpoint is not None:
+            command += ["--otlp-endpoint", telemetry.otlp_endpoint]
+        elif telemetry.spans_file is not None:
+            command += ["--spans-file", str(telemetry.spans_file)]
+    return [*command, "--exit-with-parent", "--uds", str(socket_path)]
 
 
 class EngineProcess:
@@ -92,6 +109,7 @@ class EngineProcess:
         settings: EngineSettings,
         socket_path: Path,
         *,
+        telemetry: EngineTelemetry | None = None,
         command: Sequence[str] | None = None,
         patience: Patience | None = None,
         clock: Clock | None = None,
@@ -101,7 +119,7 @@ class EngineProcess:
             raise ValueError(f"the socket path of engine {settings.name} is too long for a socket")
         self.name = settings.name
         self.socket_path = socket_path
-        self._command = list(command or engine_command(settings, socket_path))
+        self._command = list(command or engine_command(settings, socket_path, telemetry))
         self._patience = patience or Patience()
         self._clock = clock or SystemClock()
         self._jitter = jitter or random.Random()  # noqa: S311 - spreads restarts, guards nothing
@@ -310,7 +328,7 @@ class Supervised:
     only for as long as for a connection, so that a fallback is tried soon."""
 
     def __init__(
-        self, backend: Backend, process: EngineProcess, *, clock: Clock | None = None
+        self, backend: EngineServer, process: EngineProcess, *, clock: Clock | None = None
     ) -> None:
         self.name = backend.name
         self.provider = backend.provider
@@ -321,16 +339,20 @@ class Supervised:
     async def chat(self, request: ChatRequest, /) -> AsyncIterator[Event]:
         if not self.process.is_ready:
             request = await self._waited(request)
-        async with contextlib.aclosing(self._backend.chat(request)) as events:  # type: ignore[type-var]  # our backends' iterators are generators
+        async with contextlib.aclosing(self._backend.chat(request)) as events:  # type: ignore[type-var]  # it is a generator
             async for event in events:
                 yield event
+
+    async def cancel(self, request_id: str, /) -> bool:
+        """See `Cancellable`. While it loads nothing runs there, and nothing is told."""
+        return self.process.is_ready and await self._backend.cancel(request_id)
 
     async def is_ready(self) -> bool:
         return self.process.is_ready and await self._backend.is_ready()
 
     async def step_times(self) -> StepTimes | None:
         """What the engine's step clock shows; None while it is not there."""
-        if not self.process.is_ready or not isinstance(self._backend, Clocked):
+        if not self.process.is_ready:
             return None
         return await self._backend.step_times()
 

@@ -9,25 +9,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
-from backends.base import BackendError, Chunk, Final, Whole
+from backends.base import BackendError, BackendTruncated, Chunk, Final, Whole
 from gateway.call import Asked, Call
 from gateway.dispatch import Live, as_gateway_error, fail, outcome_of
-from gateway.errors import ClientGone, GatewayError, Internal
+from gateway.errors import ClientGone, Draining, GatewayError, Internal
 from telemetry.ledger import OpenRecord
 from telemetry.record import Outcome
-
-CANCEL_S = 1.0  # how long a cancelled backend may take to say what it generated
-
-
-@runtime_checkable
-class Cancellable(Protocol):
-    """A backend that can be told to stop and then reports what it did until then."""
-
-    async def cancel(self, request_id: str) -> bool:
-        """Ask it to stop. True: the stream will now end with its Final."""
-        ...
 
 
 class Answer:
@@ -66,20 +55,23 @@ class Answer:
         return self
 
     async def events(self) -> AsyncIterator[Chunk | Whole | Final]:
-        """The events of the attempt; BackendError if it breaks off."""
+        """The events of the attempt, the last one a Final; BackendError if it breaks off."""
         saw = self.record.saw_chunk
         for event in self._live.held:
             if isinstance(event, Final):
                 self._finish(event)
-            else:
-                saw(event.content_bytes)
+                yield event
+                return
+            saw(event.content_bytes)
             yield event
         async for event in self._live.events:
             if isinstance(event, Final):
                 self._finish(event)
-            else:
-                saw(event.content_bytes)
+                yield event
+                return
+            saw(event.content_bytes)
             yield event
+        raise BackendTruncated("It ended without saying so.", backend=self._live.attempt.backend)
 
     def _finish(self, final: Final) -> None:
         attempt = self._live.attempt
@@ -95,6 +87,8 @@ class Answer:
         attempt.service_tier = final.service_tier
         attempt.finish_reasons = final.finish_reasons
         self._complete = True
+        if self.call.presence.gone:  # it was asked to stop, and this is its report
+            raise ClientGone("The client left.")
 
     async def __aexit__(
         self,
@@ -102,64 +96,50 @@ class Answer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if not self._complete and isinstance(error, asyncio.CancelledError | ClientGone):
-                await self._stop()
-        finally:
-            self._settle(error)
-            close = getattr(self._live.events, "aclose", None)
-            if close is not None:
-                with contextlib.suppress(BackendError):
-                    await close()
-
-    async def _stop(self) -> None:
-        """Tell the backend to stop, and take what it then reports: its count is exact, ours would
-        be an estimate. Bounded, and given up at a second cancellation."""
-        backend = self._live.backend
-        if not isinstance(backend, Cancellable):
-            return
-        with contextlib.suppress(BackendError, TimeoutError):
-            async with asyncio.timeout(CANCEL_S):
-                if not await backend.cancel(self.record.data.request_id):
-                    return
-                async for event in self._live.events:
-                    if isinstance(event, Final):
-                        self._finish(event)
-                        return
+        self._settle(error)
+        close = getattr(self._live.events, "aclose", None)
+        if close is not None:
+            with contextlib.suppress(BackendError):
+                await close()
 
     def _settle(self, error: BaseException | None) -> None:
+        ending = _ending(error, self.call, begun=self.asked.stream)
+        if error is None and not self._complete:
+            ending = Outcome.INTERNAL_ERROR, 200 if self.asked.stream else 500, Internal.code
+        outcome, status, code = ending
         attempt = self._live.attempt
-        if isinstance(error, BackendError) and not self._complete:
-            fail(attempt, error, self.record.now_ns())
-        outcome, code = _ending(error, self._complete, self.call)
-        if attempt.outcome is None or outcome is not Outcome.OK:
-            attempt.outcome = outcome
-            attempt.error_code = attempt.error_code or code
-        status = 200
-        if outcome is Outcome.CLIENT_DISCONNECT:
-            status = 499
-        elif isinstance(error, BackendError) and not self.asked.stream:
-            status = as_gateway_error(error).status
+        if not self._complete:
+            if isinstance(error, BackendError):
+                fail(attempt, error, self.record.now_ns())
+            else:
+                attempt.outcome, attempt.error_code = outcome, code
         self.record.close(outcome=outcome, status=status, error_code=code)
 
 
-def _ending(error: BaseException | None, complete: bool, call: Call) -> tuple[Outcome, str | None]:
-    """How a begun answer ended, and the code that says why."""
+def _ending(
+    error: BaseException | None, call: Call, *, begun: bool
+) -> tuple[Outcome, int, str | None]:
+    """What a request's end means: outcome, the status that the client saw, and the code that says
+    why. `begun`: it has a stream's head already, so its status is 200 whatever comes."""
     match error:
-        case None if complete:
-            return Outcome.OK, None
         case None:
-            return Outcome.INTERNAL_ERROR, "unfinished"
+            return Outcome.OK, 200, None
+        case BackendError() if begun:
+            return outcome_of(error), 200, as_gateway_error(error).code
         case BackendError():
-            return outcome_of(error), error.code
+            problem = as_gateway_error(error)
+            return problem.outcome, problem.status, problem.code
         case GatewayError():
-            return error.outcome, error.code
-        case asyncio.CancelledError() if not call.presence.gone:
-            return Outcome.TRUNCATED, "shutting_down"
+            gone = isinstance(error, ClientGone)
+            return error.outcome, 200 if begun and not gone else error.status, error.code
+        case asyncio.CancelledError() if call.presence.gone:
+            return ClientGone.outcome, ClientGone.status, ClientGone.code
+        case asyncio.CancelledError() if begun:
+            return Outcome.TRUNCATED, 200, Draining.code
         case asyncio.CancelledError():
-            return Outcome.CLIENT_DISCONNECT, ClientGone.code
+            return Draining.outcome, Draining.status, Draining.code
         case _:
-            return Outcome.INTERNAL_ERROR, Internal.code
+            return Outcome.INTERNAL_ERROR, 200 if begun else Internal.status, Internal.code
 
 
 @contextlib.contextmanager
@@ -167,14 +147,10 @@ def settling(record: OpenRecord, call: Call) -> Iterator[None]:
     """The scope of a request before it has an Answer: whatever raises here is settled here."""
     try:
         yield
-    except GatewayError as error:
-        record.close(outcome=error.outcome, status=error.status, error_code=error.code)
-        raise
-    except asyncio.CancelledError:
-        outcome, code = _ending(asyncio.CancelledError(), False, call)
-        status = 499 if call.presence.gone else 503
+    except BaseException as error:
+        outcome, status, code = _ending(error, call, begun=False)
+        for attempt in record.data.attempts:
+            if attempt.outcome is None:
+                attempt.outcome, attempt.error_code = outcome, code
         record.close(outcome=outcome, status=status, error_code=code)
-        raise
-    except BaseException:
-        record.close(outcome=Outcome.INTERNAL_ERROR, status=500, error_code=Internal.code)
         raise

@@ -29,7 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 import migrations
 from backends import registry
-from backends.supervisor import Supervised
+from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
@@ -37,7 +37,7 @@ from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.config import Config, ConfigInvalid, resolve
 from gateway.errors import GatewayError
 from gateway.heartbeats import Heartbeats
-from gateway.keys import KeyRing, PepperInvalid, Secret
+from gateway.keys import KeyRing, PepperInvalid
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
@@ -53,6 +53,7 @@ from telemetry.ledger.worker import LedgerWorker
 from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
+from telemetry.redaction import Secret
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,14 @@ async def _build(
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     engines: dict[str, Supervised] = {}
     for settings in config.engines:
-        child = registry.build_engine(settings, sockets / f"{settings.name}.sock")
+        child = registry.build_engine(
+            settings,
+            sockets / f"{settings.name}.sock",
+            EngineTelemetry(
+                otlp_endpoint=config.telemetry.otlp_endpoint,
+                spans_file=spans_file(data, f"engine-{settings.name}"),
+            ),
+        )
         stack.push_async_callback(child.aclose)
         await child.process.start()
         engines[settings.name] = child
@@ -255,6 +263,7 @@ def create_app(
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
+        after_request=problems.stamp,
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,

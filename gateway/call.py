@@ -1,7 +1,7 @@
 """One request as it arrived, and what it asks for. Knows the wire's fields, not HTTP."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 from msgspec import Struct
@@ -22,13 +22,21 @@ _VALIDATION = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DO
 BYTES_PER_TOKEN = 4
 
 
-class Presence:
-    """Whether the client is still there. Set by the edge, read at settlement."""
+async def _nobody() -> bool:
+    return False
 
-    __slots__ = ("gone",)
+
+class Presence:
+    """Whether the client is still there. Set by the edge, read at settlement.
+
+    `ask_to_stop` is the pipeline's: it tells whoever generates that nobody reads on. True: the
+    answer will end by itself and say what it took; False: it must be cut off."""
+
+    __slots__ = ("ask_to_stop", "gone")
 
     def __init__(self) -> None:
         self.gone = False
+        self.ask_to_stop: Callable[[], Awaitable[bool]] = _nobody
 
 
 class Asked(Struct, frozen=True, kw_only=True):
@@ -48,7 +56,7 @@ class Call(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     surface: Surface
     body: bytes
-    headers: Sequence[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
+    headers: Iterable[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
     presence: Presence
     traceparent: str | None = None
     client_request_id: str | None = None

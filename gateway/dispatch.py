@@ -63,6 +63,7 @@ async def first_success(
 ) -> Live:
     """The first target that generates. Raises the GatewayError that the last failure means."""
     failure: BackendError | None = None
+    waits_s: list[float] = []
     for target in plan:
         upstream = upstreams[target.backend]
         attempt = record.attempt(
@@ -77,16 +78,24 @@ async def first_success(
             held = await _until_content(events, target.backend)
         except BackendError as error:
             fail(attempt, error, record.now_ns())
-            if not error.retryable:
+            if not _may_go_elsewhere(error):
                 raise as_gateway_error(error) from error
             failure = error
+            if error.retry_after_s is not None:
+                waits_s.append(error.retry_after_s)
         except BaseException:
             await _close(events)
             raise
         else:
             return Live(upstream.backend, attempt, held, events)
     assert failure is not None, "a plan has at least one target"
+    failure.retry_after_s = min(waits_s, default=None)  # the first that may be free again
     raise as_gateway_error(failure) from failure
+
+
+def _may_go_elsewhere(error: BackendError) -> bool:
+    """What is the request's own fault is so everywhere; a model that is missing there is not."""
+    return error.retryable or error.status == 404
 
 
 async def _until_content(events: AsyncIterator[Event], backend: str) -> list[Event]:

@@ -23,6 +23,7 @@ GatewayError
 Rendering is in `api/problems.py`, the meaning of each code in docs/reference/errors.md.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from telemetry.record import Outcome
@@ -103,6 +104,10 @@ class MethodNotAllowed(GatewayError):
     type = "invalid_request_error"
     code = "method_not_allowed"
     outcome = Outcome.CLIENT_ERROR
+
+    def __init__(self, message: str, *, allowed: Sequence[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class Conflict(GatewayError):

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
-from typing_extensions import override
+
+from telemetry.redaction import Secret
 
 ALPHABET: Final = string.digits + string.ascii_letters  # base 62: 5.95 bits a character
 RANDOM_ID_CHARS: Final = 12
@@ -42,23 +43,6 @@ _OUTER = bytes(b ^ 0x5C for b in range(256))
 
 class PepperInvalid(ValueError):
     """The pepper cannot be used; the message says what to do."""
-
-
-class Secret:
-    """A key in the clear, on its way to the person who asked for it. Shows itself to nobody else:
-    only `reveal` gives the text."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def reveal(self) -> str:
-        return self._text
-
-    @override
-    def __repr__(self) -> str:
-        return "Secret(…)"
 
 
 class MintedKey(Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 only this file knows their order."""
 
 import random
+from functools import partial
 
 from backends.base import ChatRequest, Timeouts
 from gateway.answer import Answer, settling
@@ -12,6 +13,7 @@ from gateway.errors import Draining, LedgerUnavailable, Unauthenticated
 from gateway.refusals import Refusals
 from gateway.routing import Target, plan
 from gateway.runtime import Runtime, RuntimeHolder
+from gateway.stopping import ask_to_stop
 from telemetry import trace_context
 from telemetry.ledger import Ledger, OpenRecord, WalUnavailable
 from telemetry.record import Attempt
@@ -43,16 +45,17 @@ class Gateway:
             client_request_id=call.client_request_id,
         )
         with settling(record, call):
-            if self.draining:
-                raise Draining("This replica is shutting down. Retry: another one will answer.")
             with record.stage("auth"):
                 caller = await self._identify(call, record)
+            if self.draining:
+                raise Draining("This replica is shutting down. Retry: another one will answer.")
             with record.stage("route"):
                 asked = call.parse()
                 self._asked(record, asked)
                 attempts = plan(runtime.route(asked.model, caller), self._dice.random())
             with record.stage("admit"):
                 self._intend(record)  # in the log before anything is spent
+            call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             live = await first_success(
                 attempts,
                 runtime.upstreams,

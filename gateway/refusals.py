@@ -9,7 +9,7 @@ from telemetry.clock import Clock
 
 _REASONS: Final = {
     MISSING: "missing",
-    AMBIGUOUS: "malformed",
+    AMBIGUOUS: "ambiguous",
     EXPIRED: "expired",
     REVOKED: "revoked",
     SUSPENDED: "suspended",
@@ -22,13 +22,13 @@ class Refusals:
     """Counts, and a token bucket of `BURST` records that refills with `PER_S`."""
 
     def __init__(self, clock: Clock) -> None:
-        self.counts = dict.fromkeys((*_REASONS.values(), "unknown"), 0)
+        self.counts = dict.fromkeys((*_REASONS.values(), "wrong"), 0)
         self._clock = clock
         self._tokens = float(BURST)
         self._filled_ns = clock.monotonic_ns()
 
     def count(self, error: Unauthenticated) -> None:
-        self.counts[_REASONS.get(error.message, "unknown")] += 1
+        self.counts[_REASONS.get(error.message, "wrong")] += 1
 
     def may_record(self) -> bool:
         """Whether this one gets a row of its own."""

@@ -140,8 +140,10 @@ class RuntimeHolder:
         """Close a backend once no request that began with it can still be running."""
 
         async def later() -> None:
-            await asyncio.sleep(grace_s)
-            await backend.aclose()
+            try:
+                await asyncio.sleep(grace_s)
+            finally:  # at shutdown, at once
+                await backend.aclose()
 
         task = asyncio.get_running_loop().create_task(later())
         self._retired.add(task)

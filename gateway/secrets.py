@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gateway.config import Config, resolve
-from gateway.keys import Secret, mint_admin_key, open_pepper
+from gateway.keys import mint_admin_key, open_pepper
+from telemetry.redaction import Secret
 
 
 def pepper(config: Config, environment: Mapping[str, str]) -> bytes:

@@ -38,10 +38,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable
-from gateway.keys import MODEL_PATTERN, PREFIX, KeyRing, Secret
+from gateway.keys import MODEL_PATTERN, PREFIX, KeyRing
 from telemetry.clock import Clock
 from telemetry.database import open_engine
 from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
+from telemetry.redaction import Secret
 from telemetry.tables import UtcTime
 
 TenantState = Literal["active", "suspended", "deleted"]

@@ -452,8 +452,9 @@ ENGINE_REQUESTS = _counter(
 ENGINE_TOKENS = _counter(
     "meterline_engine_tokens_total",
     "tokens",
-    "Tokens computed: prefill is prompt tokens, decode is generated ones.",
-    *(MODEL, Label("phase", values=("prefill", "decode"))),
+    "Tokens computed: prefill is prompt tokens, decode is generated ones that were fed back, "
+    "recompute is both again after a preemption.",
+    *(MODEL, Label("phase", values=("prefill", "decode", "recompute"))),
 )
 ENGINE_BATCH_SIZE = _histogram(
     "meterline_engine_batch_size",

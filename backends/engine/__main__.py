@@ -10,8 +10,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from backends.engine.serve import Listen, serve
+from backends.engine.serve import Listen, Telemetry, serve
 from backends.settings import EngineSettings
+from telemetry.logs import LogFormat
 
 
 @click.command(
@@ -45,12 +46,26 @@ from backends.settings import EngineSettings
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
 )
+@click.option("--otlp-endpoint", help="Send spans to this OTLP/HTTP collector.")
+@click.option(
+    "--spans-file", type=click.Path(path_type=Path, dir_okay=False),
+    help="Append spans to this file, if there is no collector.",
+)  # fmt: skip
+@click.option("--service-name", default="meterline-engine", help="OpenTelemetry service.name.")
+@click.option(
+    "--log-format", default="auto", type=click.Choice(["auto", "json", "console"]),
+    help="auto: for people on a terminal, JSON elsewhere.",
+)  # fmt: skip
 def main(
     host: str,
     port: int,
     uds: Path | None,
     drain_s: float,
     exit_with_parent: bool,
+    otlp_endpoint: str | None,
+    spans_file: Path | None,
+    service_name: str,
+    log_format: LogFormat,
     **settings: object,
 ) -> None:
     """Serve one model over the OpenAI API."""
@@ -62,6 +77,12 @@ def main(
     status = serve(
         given,
         Listen(host=host, port=port, uds=uds),
+        telemetry=Telemetry(
+            otlp_endpoint=otlp_endpoint,
+            spans_file=spans_file,
+            service_name=service_name,
+            log_format=log_format,
+        ),
         on_ready=partial(_say, given.name),
         drain_s=drain_s,
         exit_with_parent=exit_with_parent,

@@ -78,9 +78,9 @@ class Stats:
 class Stream:
     """The front's end of one job. Used on the event loop only."""
 
-    def __init__(self, job: Job, cancel: Callable[[Job], None]) -> None:
+    def __init__(self, job: Job, send: Callable[["_Command"], None]) -> None:
         self._job = job
-        self._cancel = cancel
+        self._send = send
         self._outputs: list[Output] = []
         self._arrived = asyncio.Event()
         self._is_over = False
@@ -95,9 +95,15 @@ class Stream:
         return outputs
 
     def cancel(self) -> None:
-        """Stop within one step. After the terminal event it does nothing."""
+        """Stop within one step and say nothing more. After the terminal event it does nothing."""
         if not self._is_over:
-            self._cancel(self._job)
+            self._send(_Cancel(self._job))
+
+    def finish(self) -> None:
+        """Stop within one step as if all were said: open choices end as `cancelled`, and `Done`
+        tells what was computed. After the terminal event it does nothing."""
+        if not self._is_over:
+            self._send(_Finish(self._job))
 
     def push(self, outputs: Sequence[Output]) -> None:
         self._outputs += outputs
@@ -114,6 +120,10 @@ class _Cancel(Struct, frozen=True):
     job: Job
 
 
+class _Finish(Struct, frozen=True):
+    job: Job
+
+
 class _Abort(Struct, frozen=True):
     message: str
 
@@ -122,7 +132,7 @@ class _Stop(Struct, frozen=True):
     pass
 
 
-_Command = _Add | _Cancel | _Abort | _Stop
+_Command = _Add | _Cancel | _Finish | _Abort | _Stop
 
 
 class Engine:
@@ -187,7 +197,7 @@ class Engine:
         if self._accepted >= self._max_jobs:
             raise Overloaded(f"{self._accepted} requests are already waiting or running")
         job = Job(next(self._ids), request, self.now_ns())
-        stream = Stream(job, self._send_cancel)
+        stream = Stream(job, self._commands.put)
         self._accepted += 1
         self._commands.put(_Add(job, stream))
         return stream
@@ -223,9 +233,6 @@ class Engine:
     @property
     def pool(self) -> BlockPool | None:
         return self._scheduler.pool if self._scheduler else None
-
-    def _send_cancel(self, job: Job) -> None:
-        self._commands.put(_Cancel(job))
 
     def _deliver(self, outputs: list[tuple[Stream, list[Output]]]) -> None:
         for stream, news in outputs:
@@ -299,6 +306,8 @@ class Engine:
                     loop.add(job, stream)
                 case _Cancel(job):
                     loop.cancel(job)
+                case _Finish(job):
+                    loop.finish(job)
                 case _Abort(message):
                     loop.abort(message)
                 case _Stop():
@@ -420,6 +429,17 @@ class _StepLoop:
             self._end(job, Cancelled(), "cancelled")
             self._flush()
 
+    def finish(self, job: Job) -> None:
+        """End it where it stands, and account for what was computed."""
+        if job.job_id not in self._jobs:
+            return
+        for sequence in job.sequences:
+            if sequence.finish is None:
+                self._close(sequence, FinishReason.CANCELLED, text="")
+        job.clocks.finished_ns = self._engine.now_ns()
+        self._end(job, Done(_usage(job)), "cancelled")
+        self._flush()
+
     def abort(self, message: str) -> None:
         for job in list(self._jobs.values()):
             self._end(job, Failed(message), "failed")
@@ -506,22 +526,34 @@ class _StepLoop:
             text = sequence.text_of(choice.token)
             if sequence.n_output >= sequence.max_tokens:
                 finish = FinishReason.LENGTH
-        if finish is not None and sequence.stops.matched is None:
-            text += sequence.last_text()
         if sequence.stops.matched is not None:
             finish = FinishReason.STOP
-        entries = sequence.entries.released(
-            len(text), is_cut=sequence.stops.matched is not None, is_last=finish is not None
-        )
-        if text or entries or finish is not None:
-            delta = Delta(index=sequence.index, text=text, choices=entries, finish=finish)
-            self._outbox.setdefault(job.job_id, []).append(delta)
         if finish is not None:
+            self._close(sequence, finish, text=text)
             self._scheduler.remove(sequence)
             job.open_choices -= 1
             if job.open_choices == 0:
                 job.clocks.finished_ns = now_ns
                 self._end(job, Done(_usage(job)), "done")
+            return
+        entries = sequence.entries.released(len(text), is_cut=False, is_last=False)
+        if text or entries:
+            self._say(sequence, Delta(index=sequence.index, text=text, choices=entries))
+
+    def _close(self, sequence: Choice, finish: FinishReason, *, text: str) -> None:
+        """The last delta of a choice: `text` and what was held back."""
+        if sequence.stops.matched is None:
+            text += sequence.last_text()
+        is_cut = sequence.stops.matched is not None
+        sequence.finish = FinishReason.STOP if is_cut else finish
+        entries = sequence.entries.released(len(text), is_cut=is_cut, is_last=True)
+        self._say(
+            sequence,
+            Delta(index=sequence.index, text=text, choices=entries, finish=sequence.finish),
+        )
+
+    def _say(self, sequence: Choice, delta: Delta) -> None:
+        self._outbox.setdefault(sequence.job.job_id, []).append(delta)
 
     def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:
         """Blocks first, then the word that it is over."""
@@ -543,13 +575,22 @@ class _StepLoop:
 
 
 def _usage(job: Job) -> JobUsage:
+    """What was computed: all of it for a job that ended well, less for one that was stopped."""
     clocks: Clocks = job.clocks
+    admitted_ns = clocks.admitted_ns or clocks.finished_ns
+    first_ns = clocks.first_token_ns or clocks.finished_ns
     return JobUsage(
-        prompt_tokens=sum(len(prompt) for prompt in job.request.prompts),
+        prompt_tokens=sum(
+            max(
+                min(sequence.high_water, sequence.n_prompt)
+                for sequence in job.sequences[at : at + job.request.n]
+            )
+            for at in range(0, len(job.sequences), job.request.n)
+        ),
         completion_tokens=sum(sequence.n_output for sequence in job.sequences),
-        queue_s=(clocks.admitted_ns - clocks.arrived_ns) / 1e9,
-        prefill_s=(clocks.first_token_ns - clocks.admitted_ns) / 1e9,
-        decode_s=(clocks.last_token_ns - clocks.first_token_ns) / 1e9,
+        queue_s=(admitted_ns - clocks.arrived_ns) / 1e9,
+        prefill_s=(first_ns - admitted_ns) / 1e9,
+        decode_s=max(0, clocks.last_token_ns - first_ns) / 1e9,
         sampling_s=clocks.sampling_ns / 1e9,
         preemptions=job.preemptions,
         device_us=dict(clocks.device_us),

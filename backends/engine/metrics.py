@@ -1,24 +1,32 @@
 """The engine's own metrics, read from its counters at scrape time so that they cannot drift.
 
-Names: FinOps catalogue, prefix `meterline_engine_`. Seconds are microsecond counts divided at the
-last moment: the sum of step_seconds over its phases is the engine's wall time.
+What there is to see is declared in `telemetry.metrics`, once; here is only where each number comes
+from. Every series of a closed label list exists from the start, at zero, so that a rate sees the
+first event. Seconds are microsecond counts divided at the last moment: the sum of step_seconds over
+its phases is the engine's wall time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
-    Metric,
 )
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
 from backends.engine.engine import BATCH_BUCKETS, Engine
+from telemetry import metrics as declared
+from telemetry.metrics import Kind, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+assert declared.ENGINE_BATCH_SIZE.buckets == BATCH_BUCKETS, "counted as they are declared"
 
 
 class EngineMetrics(Collector):
@@ -34,70 +42,55 @@ class EngineMetrics(Collector):
         return generate_latest(self._registry)
 
     @override
-    def collect(self) -> Iterator[Metric]:
-        engine, stats = self._engine, self._engine.stats
-        yield self._counter(
-            "meterline_engine_step_seconds",
-            "Wall time since the engine started, by what it was doing.",
-            {phase: us / 1e6 for phase, us in engine.step_clock.by_phase_us.items()},
-        )
-        yield self._counter(
-            "meterline_engine_charged_seconds",
-            "Step time charged to requests, by phase; sums to the time of all steps.",
-            {phase: us / 1e6 for phase, us in sorted(stats.charged_us.items())},
-        )
-        yield self._counter(
-            "meterline_engine_tokens",
-            "Tokens computed, by phase.",
-            dict(sorted(stats.tokens.items())),
-        )
-        yield self._counter(
-            "meterline_engine_requests",
-            "Requests that ended, by how: done, failed, cancelled.",
-            dict(sorted(stats.jobs.items())),
-            label="ending",
-        )
+    def collect(self) -> Iterator[Family]:
+        for metric, read in _READS.items():
+            yield self._family(metric, read(self._engine))
         yield self._batch_size()
-        preemptions = CounterMetricFamily(
-            "meterline_engine_preemptions",
-            "Sequences that gave their blocks back and were computed again.",
-            labels=["model"],
-        )
-        preemptions.add_metric([self._model], stats.preemptions)
-        yield preemptions
-        pool = engine.pool
-        yield self._gauge("running_requests", "Sequences in the running batch.", engine.running)
-        yield self._gauge("waiting_requests", "Sequences that wait for a place.", engine.waiting)
-        yield self._gauge(
-            "waiting_tokens", "Tokens of waiting sequences to compute.", engine.waiting_tokens
-        )
-        yield self._gauge(
-            "kv_cache_usage_ratio",
-            "Blocks of the KV pool that are held.",
-            pool.used / pool.total if pool else 0.0,
-        )
 
-    def _counter(
-        self, name: str, text: str, values: dict[str, float], *, label: str = "phase"
-    ) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=["model", label])
-        for phase, value in values.items():
-            family.add_metric([self._model, phase], value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"meterline_engine_{name}", text, labels=["model"])
-        family.add_metric([self._model], value)
+    def _family(self, metric: Metric, value: "float | Mapping[str, float]") -> Family:
+        """A number, or one for each value of the label beside `model`."""
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family: CounterMetricFamily | GaugeMetricFamily = make(
+            metric.name, metric.help, labels=metric.label_names
+        )
+        if not isinstance(value, Mapping):
+            family.add_metric([self._model], value)
+            return family
+        _, label = metric.labels
+        unknown = value.keys() - set(label.values)
+        assert not unknown, f"{metric.name} does not declare {unknown}"
+        for name in label.values:
+            family.add_metric([self._model, name], value.get(name, 0.0))
         return family
 
     def _batch_size(self) -> HistogramMetricFamily:
-        stats = self._engine.stats
-        buckets, so_far = [], 0
-        for edge, count in zip([*map(str, BATCH_BUCKETS), "+Inf"], stats.batch_sizes, strict=True):
-            so_far += count
-            buckets.append((edge, so_far))
-        family = HistogramMetricFamily(
-            "meterline_engine_batch_size", "Sequences per step.", labels=["model"]
+        metric, stats = declared.ENGINE_BATCH_SIZE, self._engine.stats
+        edges = [*map(floatToGoString, metric.buckets), "+Inf"]
+        counts = accumulate(stats.batch_sizes)
+        family = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
+        family.add_metric(
+            [self._model], list(zip(edges, counts, strict=True)), stats.batch_size_sum
         )
-        family.add_metric([self._model], buckets, stats.batch_size_sum)
         return family
+
+
+def _seconds(microseconds: Mapping[str, int]) -> dict[str, float]:
+    return {str(phase): us / 1e6 for phase, us in microseconds.items()}
+
+
+def _kv_usage(engine: Engine) -> float:
+    pool = engine.pool
+    return pool.used / pool.total if pool else 0.0
+
+
+_READS: dict[Metric, Callable[[Engine], float | Mapping[str, float]]] = {
+    declared.ENGINE_STEP_SECONDS: lambda e: _seconds(e.step_clock.by_phase_us),  # type: ignore[arg-type]  # its keys are a Literal
+    declared.ENGINE_CHARGED_SECONDS: lambda e: _seconds(dict(e.stats.charged_us)),
+    declared.ENGINE_TOKENS: lambda e: dict(e.stats.tokens),
+    declared.ENGINE_REQUESTS: lambda e: dict(e.stats.jobs),
+    declared.ENGINE_RUNNING: lambda e: e.running,
+    declared.ENGINE_WAITING: lambda e: e.waiting,
+    declared.ENGINE_WAITING_TOKENS: lambda e: e.waiting_tokens,
+    declared.ENGINE_KV_USAGE: _kv_usage,
+    declared.ENGINE_PREEMPTIONS: lambda e: e.stats.preemptions,
+}

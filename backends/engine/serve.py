@@ -13,6 +13,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import uvicorn
@@ -25,12 +26,14 @@ from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
-from backends.engine.spans import Emit, discard
+from backends.engine.spans import Emit, discard, exporting
 from backends.engine.types import Runner
 from backends.engine.weights import BUNDLED_NAME, open_weights
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings
+from telemetry import logs
 from telemetry.clock import Clock, SystemClock
+from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 DRAIN_S = 30.0
 _PARENT_POLL_S = 0.25
@@ -42,6 +45,16 @@ class Listen(Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8090
     uds: Path | None = None
+
+
+class Telemetry(Struct, frozen=True, kw_only=True):
+    """Where spans go: to a collector (OTLP/HTTP base), or as JSON lines into a file, or nowhere.
+    How log lines look."""
+
+    otlp_endpoint: str | None = None
+    spans_file: Path | None = None
+    service_name: str = "meterline-engine"
+    log_format: logs.LogFormat = "auto"
 
 
 class Built(Struct, frozen=True):
@@ -108,7 +121,7 @@ def serve(
     settings: EngineSettings,
     listen: Listen,
     *,
-    emit: Emit = discard,
+    telemetry: Telemetry | None = None,
     on_ready: Callable[[str], None] | None = None,
     drain_s: float = DRAIN_S,
     exit_with_parent: bool = False,
@@ -119,8 +132,11 @@ def serve(
     the socket."""
     parent = os.getppid() if exit_with_parent else None
     prepare_environment(os.environ)
+    told = telemetry or Telemetry()
+    logs.configure(fmt=told.log_format)
+    spans = _open_spans(told)
     try:
-        built = build(settings, emit=emit)
+        built = build(settings, emit=discard if spans is None else exporting(spans))
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)
@@ -130,6 +146,25 @@ def serve(
         bound.close()
         if listen.uds is not None:
             listen.uds.unlink(missing_ok=True)
+        if spans is not None:
+            spans.close()
+
+
+def _open_spans(telemetry: Telemetry) -> SpanExport | None:
+    if telemetry.otlp_endpoint is not None:
+        sink: OtlpSink | FileSink = OtlpSink(telemetry.otlp_endpoint)
+    elif telemetry.spans_file is not None:
+        sink = FileSink(telemetry.spans_file)
+    else:
+        return None
+    return SpanExport(sink, service_name=telemetry.service_name, service_version=_version())
+
+
+def _version() -> str:
+    try:
+        return metadata.version("meterline")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0"
 
 
 class _Server(uvicorn.Server):
@@ -148,7 +183,7 @@ async def _run(
 ) -> int:
     engine = built.engine
     config = uvicorn.Config(
-        built.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75,
+        built.app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = _Server(config)

@@ -1,13 +1,16 @@
 """The engine as an OpenAI-compatible server: a plain ASGI app over one `Engine`.
 
 The only file that knows HTTP. An error before the first output is a status; after it, an SSE
-event with an `error` key and no [DONE]. A client that goes away cancels its job, streamed or not.
+event with an `error` key and no [DONE]. A client that goes away cancels its job, streamed or not;
+one that wants to know what was computed until then asks for that by its request id, and its answer
+ends early but properly: finish reason `cancelled`, usage, [DONE].
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+import re
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -53,12 +56,31 @@ class _Problem(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class _Running:
+    """A request under its client's id: what can be told to stop, from before it is parsed."""
+
+    def __init__(self) -> None:
+        self._stream: Stream | None = None
+        self._is_told = False
+
+    def began(self, stream: Stream) -> None:
+        self._stream = stream
+        if self._is_told:
+            stream.finish()
+
+    def finish(self) -> None:
+        self._is_told = True
+        if self._stream is not None:
+            self._stream.finish()
+
+
 class _Gone(Exception):
     """The client went away: there is nobody to answer."""
 
 
 class EngineApp:
-    """Routes: /v1/chat/completions, /v1/completions, /v1/models[/{id}], /health, /metrics."""
+    """Routes: /v1/chat/completions, /v1/completions, /v1/requests/{id}/cancel, /v1/models[/{id}],
+    /health, /metrics."""
 
     def __init__(
         self,
@@ -74,6 +96,7 @@ class EngineApp:
         self._model = model
         self._clock = clock
         self._metrics = EngineMetrics(engine, model=model.name)
+        self._running: dict[str, list[_Running]] = {}  # by the x-request-id that they came with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -97,15 +120,19 @@ class EngineApp:
     async def _route(self, scope: Scope, exchange: "_Exchange") -> None:
         path, method = scope["path"].rstrip("/"), scope["method"]
         surface = _SURFACES.get(path)
-        allowed = "POST" if surface else "GET"
+        to_cancel = _CANCEL.fullmatch(path)
+        allowed = "POST" if surface or to_cancel else "GET"
         if method != allowed and not (method == "HEAD" and allowed == "GET"):
-            if surface is None and not self._is_page(path):
+            if allowed == "GET" and not self._is_page(path):
                 raise _not_found(path)
             raise _Problem(
                 405, f"use {allowed} here", "invalid_request_error", code="method_not_allowed"
             )
         if surface:
-            await self._answer(surface, scope, exchange)
+            with self._registered(_header(scope, b"x-request-id")) as running:
+                await self._answer(surface, scope, exchange, running)
+        elif to_cancel:
+            await self._cancel(to_cancel["id"], exchange)
         elif path == "/health":
             await self._health(exchange)
         elif path == "/metrics":
@@ -148,7 +175,36 @@ class EngineApp:
             "max_model_len": self._model.context,
         }
 
-    async def _answer(self, surface: Surface, scope: Scope, exchange: "_Exchange") -> None:
+    @contextmanager
+    def _registered(self, request_id: str | None) -> Iterator[_Running]:
+        running = _Running()
+        if request_id is None:
+            yield running
+            return
+        among = self._running.setdefault(request_id, [])
+        among.append(running)
+        try:
+            yield running
+        finally:
+            among.remove(running)
+            if not among:
+                del self._running[request_id]
+
+    async def _cancel(self, request_id: str, exchange: "_Exchange") -> None:
+        """End all that runs under this id within a step. Its answer says what it took."""
+        among = self._running.get(request_id)
+        if among is None:
+            raise _Problem(
+                404, "no such request is running", "invalid_request_error", code="not_running"
+            )
+        for running in among:
+            running.finish()
+        body = {"id": request_id, "object": "request.cancellation", "cancelled": len(among)}
+        await exchange.reply(200, msgspec.json.encode(body))
+
+    async def _answer(
+        self, surface: Surface, scope: Scope, exchange: "_Exchange", running: _Running
+    ) -> None:
         data = await exchange.body()
         with_traceparent = _header(scope, b"traceparent")
         parse = self._parser.chat if surface == "chat" else self._parser.completion
@@ -160,6 +216,7 @@ class EngineApp:
             stream = self._engine.submit(ask.job)
         except EngineError as error:
             raise _problem(error) from error
+        running.began(stream)
         renderer = Renderer(
             surface,
             self._tokenizer,
@@ -290,6 +347,7 @@ def _ended(output: Failed | Cancelled) -> Exception:
     return _Problem(500, output.message, "server_error", code="engine_failed")
 
 
+_CANCEL = re.compile(r"/v1/requests/(?P<id>[^/]{1,200})/cancel")
 _SURFACES: dict[str, Surface] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",

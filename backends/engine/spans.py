@@ -1,7 +1,8 @@
 """The phases of one job as spans, built once at its end from stamps.
 
-Only the conversion lives here; whoever starts the engine passes an `Emit` that knows how to send
-them, under the incoming `traceparent`. It is called on the engine thread and must not block.
+Whoever starts the engine passes an `Emit` that sends them under the incoming `traceparent`. It is
+called on the engine thread and must not block. All spans lie within the job's own life, so within
+the attempt of whoever sent it.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from backends.engine.types import Job
+from telemetry import genai
+from telemetry.tracing import SpanExport, child_spans
 
 Attribute = str | int | float | bool
 
@@ -30,10 +33,20 @@ def discard(traceparent: str | None, spans: list[PhaseSpan]) -> None:
     """For an engine whose spans nobody wants."""
 
 
+def exporting(export: SpanExport) -> Emit:
+    """An `Emit` into a queue that another thread empties."""
+
+    def emit(traceparent: str | None, spans: list[PhaseSpan]) -> None:
+        export.emit(child_spans(traceparent, spans))
+
+    return emit
+
+
 def phase_spans(job: Job) -> list[PhaseSpan]:
     """The phases that happened: a job cancelled in the queue has one span.
 
-    `sampling` is an aggregate: it starts with the first token and is as long as all samplings."""
+    `sampling` is an aggregate: as long as all samplings together, and it ends with the last token,
+    so that it lies between admission and end."""
     clocks = job.clocks
     end = clocks.finished_ns
     admitted, first = clocks.admitted_ns or end, clocks.first_token_ns or end
@@ -46,10 +59,11 @@ def phase_spans(job: Job) -> list[PhaseSpan]:
                 admitted,
                 first,
                 {
-                    "gen_ai.usage.input_tokens": _prompt_tokens(job),
-                    "meterline.device_us": charged.get("prefill", 0) + charged.get("recompute", 0),
-                    "meterline.cached_tokens": 0,
-                    "meterline.preemptions": job.preemptions,
+                    genai.USAGE_INPUT_TOKENS: _prompt_tokens(job),
+                    genai.DEVICE_MICROSECONDS: charged.get("prefill", 0)
+                    + charged.get("recompute", 0),
+                    genai.ENGINE_CACHED_TOKENS: 0,
+                    genai.PREEMPTIONS: job.preemptions,
                 },
             )
         )
@@ -62,18 +76,21 @@ def phase_spans(job: Job) -> list[PhaseSpan]:
                 first,
                 last,
                 {
-                    "gen_ai.usage.output_tokens": output,
-                    "meterline.device_us": charged.get("decode", 0),
-                    "meterline.batch.mean": round(clocks.neighbours / max(1, clocks.steps), 3),
+                    genai.USAGE_OUTPUT_TOKENS: output,
+                    genai.DEVICE_MICROSECONDS: charged.get("decode", 0),
+                    genai.ENGINE_BATCH_MEAN: round(clocks.neighbours / max(1, clocks.steps), 3),
                 },
             )
         )
         spans.append(
             _span(
                 "sampling",
-                first,
-                first + clocks.sampling_ns,
-                {"meterline.aggregated": True, "meterline.device_us": charged.get("sampling", 0)},
+                max(admitted, last - clocks.sampling_ns),
+                last,
+                {
+                    genai.ENGINE_AGGREGATED: True,
+                    genai.DEVICE_MICROSECONDS: charged.get("sampling", 0),
+                },
             )
         )
     return spans

@@ -16,6 +16,7 @@ from backends.engine.tokenizer import TextDecoder
 class FinishReason(StrEnum):
     STOP = "stop"  # an end token or a stop string
     LENGTH = "length"
+    CANCELLED = "cancelled"  # told to stop by whoever pays for it; clients never see it
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -146,8 +147,8 @@ class Sequence:
     was ever computed: what is computed again below it, after a preemption, is "recompute"."""
 
     __slots__ = (
-        "arrival", "blocks", "counts", "decoder", "draws", "entries", "high_water", "index", "job",
-        "max_tokens", "n_computed", "n_prompt", "seed", "seen", "stops", "tokens",
+        "arrival", "blocks", "counts", "decoder", "draws", "entries", "finish", "high_water",
+        "index", "job", "max_tokens", "n_computed", "n_prompt", "seed", "seen", "stops", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -178,6 +179,7 @@ class Sequence:
         self.decoder = decoder
         self.stops = stops
         self.entries = Entries()
+        self.finish: FinishReason | None = None
 
     @property
     def n_output(self) -> int:

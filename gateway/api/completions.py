@@ -29,6 +29,7 @@ from gateway.errors import (
     UnsupportedMedia,
 )
 from gateway.pipeline import Gateway
+from gateway.stopping import REPORT_S
 from telemetry.ids import RequestId, new_request_id
 from telemetry.money import plain
 from telemetry.record import Surface
@@ -44,6 +45,8 @@ STREAM_HEADERS = [
 ]
 WHOLE_HEADERS = [(b"content-type", b"application/json"), *problems.COMMON_HEADERS]
 CLIENT_REQUEST_ID_LIMIT = 128
+DISCARD_BYTES = 64_000_000
+DISCARD_S = 5.0
 
 
 @asgi(["/v1/chat/completions", "/chat/completions"], opt={"caller": "tenant"}, copy_scope=False)
@@ -63,7 +66,8 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
     gateway: Gateway = scope["litestar_app"].state.gateway
     request_id = new_request_id()
     if scope.get("method") != "POST":
-        await problems.send_problem(send, MethodNotAllowed("Use POST."), request_id, close=False)
+        error = MethodNotAllowed("Use POST.", allowed=["POST"])
+        await problems.send_problem(send, error, request_id, close=False)
         return
     sending = _Sending(send)
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
@@ -80,12 +84,12 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         if sending.started:
             await _end_in_band(sending, error)
         else:
-            close = isinstance(call.fault, BodyTooLarge)
-            await problems.send_problem(send, error, request_id, close=close)
+            await problems.send_problem(send, error, request_id, close=call.fault is not None)
     except asyncio.CancelledError:
+        # Told to stop, by the server that is shutting down. Settled already; what is left is to
+        # say so, and then this task ends as it was told to.
         shutdown = Draining("The gateway is shutting down. Retry the request.")
         await _tell(sending, shutdown, request_id)
-        raise
     except Exception:
         log.exception("request_failed", extra={"request_id": request_id})
         await _tell(sending, Internal(problems.OUR_SIDE), request_id)
@@ -135,6 +139,8 @@ async def _read(
         body = await _read_body(headers, receive, limit)
     except GatewayError as error:
         fault = error
+        if not isinstance(error, ClientGone):
+            await _discard(headers, receive)
     return Call(
         request_id=request_id,
         surface=surface,
@@ -166,7 +172,7 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     while True:
         message: Any = await receive()
         if message["type"] == "http.disconnect":
-            raise BadRequest("The request ended before its body was complete.")
+            raise ClientGone("The client left before its request was complete.")
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -175,6 +181,21 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
             parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _discard(headers: Headers, receive: Receive) -> None:
+    """Read a refused body to its end, within bounds: closing on unread bytes would reset the
+    connection, and the client could lose the answer that says why."""
+    if b"expect" in headers:
+        return  # it waits to be asked for the body
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while size < DISCARD_BYTES:
+                message: Any = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:
@@ -188,19 +209,23 @@ def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:
 
 @contextlib.asynccontextmanager
 async def _connected(receive: Receive, presence: Presence) -> AsyncIterator[None]:
-    """Cancel the body when the client leaves; ClientGone comes out. The body sees an ordinary
-    cancellation, and `presence.gone` says why."""
+    """End the body when the client leaves; ClientGone comes out. If the backend can be asked to
+    stop, the body ends by itself with the backend's report; else, or when that takes too long, it
+    sees an ordinary cancellation, and `presence.gone` says why."""
     scope = asyncio.timeout(None)
+    loop = asyncio.get_running_loop()
 
     async def watch() -> None:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 presence.gone = True
-                scope.reschedule(asyncio.get_running_loop().time())
+                scope.reschedule(loop.time() + REPORT_S)
+                if not await presence.ask_to_stop() and not scope.expired():
+                    scope.reschedule(loop.time())
                 return
 
-    watcher = asyncio.get_running_loop().create_task(watch())
+    watcher = loop.create_task(watch())
     try:
         async with scope:
             yield

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from litestar import MediaType, Request, Response, get
+from litestar import HttpMethod, MediaType, Request, Response, get, route
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
 
 from gateway.auth import Admin, read_credential
 from gateway.config import is_loopback
@@ -10,15 +12,34 @@ from gateway.pipeline import Gateway
 from gateway.readiness import Readiness, ReadinessState
 from telemetry.metrics import Metrics
 
+PROBE = (HttpMethod.GET, HttpMethod.HEAD)  # load balancers ask with either
 
-@get(["/livez", "/health"], opt={"caller": "public"}, tags=["health"], media_type=MediaType.TEXT)
+
+@route(
+    ["/livez", "/health"],
+    http_method=PROBE,
+    status_code=200,
+    opt={"caller": "public"},
+    tags=["health"],
+    media_type=MediaType.TEXT,
+    summary="Liveness",
+)
 async def livez() -> str:
     """The process answers. Caller: anyone."""
     return "ok"
 
 
-@get("/readyz", opt={"caller": "public"}, tags=["health"], summary="Readiness")
-async def readyz(readiness: Readiness) -> Response[ReadinessState]:
+@route(
+    "/readyz",
+    http_method=PROBE,
+    status_code=200,
+    opt={"caller": "public"},
+    tags=["health"],
+    summary="Readiness",
+)
+async def readyz(
+    readiness: NamedDependency[SkipValidation[Readiness]],
+) -> Response[ReadinessState]:
     """Whether requests should be sent here. Caller: anyone."""
     state = readiness.state()
     return Response(state, status_code=200 if state.ready else 503)
@@ -26,7 +47,10 @@ async def readyz(readiness: Readiness) -> Response[ReadinessState]:
 
 @get("/metrics", opt={"caller": "loopback or admin"}, tags=["health"], summary="Prometheus")
 async def metrics(
-    request: Request[Any, Any, Any], metrics: Metrics, admin: Admin, gateway: Gateway
+    request: Request[Any, Any, Any],
+    metrics: NamedDependency[SkipValidation[Metrics]],
+    admin: NamedDependency[SkipValidation[Admin]],
+    gateway: NamedDependency[SkipValidation[Gateway]],
 ) -> Response[bytes]:
     """Prometheus text, or OpenMetrics if asked for. Caller: this machine, the admin key, or anyone
     if `telemetry.metrics_public` is set."""

@@ -1,13 +1,18 @@
 """`GET /v1/models`: what the caller's key may ask for."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from litestar import Request, get
+from litestar.di import NamedDependency
+from litestar.params import PathParameter, SkipValidation
 
 from gateway.auth import Caller, read_credential
 from gateway.errors import ModelUnknown
 from gateway.pipeline import Gateway
 from gateway.wire import Model, ModelList
+
+Running = NamedDependency[SkipValidation[Gateway]]
+ModelName = Annotated[str, PathParameter(description="As in the list. May hold slashes.")]
 
 
 async def _caller(request: Request[Any, Any, Any], gateway: Gateway) -> Caller:
@@ -15,7 +20,7 @@ async def _caller(request: Request[Any, Any, Any], gateway: Gateway) -> Caller:
 
 
 @get("/v1/models", opt={"caller": "tenant"}, tags=["models"], summary="List models")
-async def list_models(request: Request[Any, Any, Any], gateway: Gateway) -> ModelList:
+async def list_models(request: Request[Any, Any, Any], gateway: Running) -> ModelList:
     """The models that this key can use. Caller: a tenant's key."""
     caller = await _caller(request, gateway)
     runtime = gateway.runtimes.current
@@ -25,7 +30,7 @@ async def list_models(request: Request[Any, Any, Any], gateway: Gateway) -> Mode
 
 
 @get("/v1/models/{model:path}", opt={"caller": "tenant"}, tags=["models"], summary="One model")
-async def one_model(request: Request[Any, Any, Any], gateway: Gateway, model: str) -> Model:
+async def one_model(request: Request[Any, Any, Any], gateway: Running, model: ModelName) -> Model:
     """One model; names may hold slashes, encoded or not. Caller: a tenant's key."""
     caller = await _caller(request, gateway)
     runtime = gateway.runtimes.current

@@ -59,7 +59,7 @@ def headers(error: GatewayError, request_id: str) -> list[tuple[bytes, bytes]]:
     if isinstance(error, Unauthenticated):
         result.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, MethodNotAllowed):
-        result.append((b"allow", b"POST"))
+        result.append((b"allow", ", ".join(error.allowed).encode()))
     return result
 
 
@@ -84,31 +84,48 @@ _BY_STATUS: dict[int, type[GatewayError]] = {
 }
 
 
+def stamp(response: Response[Any]) -> Response[Any]:
+    """The headers of every answer, on those that the framework makes."""
+    for name, value in COMMON_HEADERS:
+        response.headers.setdefault(name.decode(), value.decode())
+    response.headers.setdefault("x-request-id", new_request_id())
+    return response
+
+
 def from_framework(error: HTTPException, path: str) -> GatewayError:
     """What the framework raised, as one of ours."""
     match error.status_code:
         case 404:
             return NotFound(f"Unknown request URL: {path[:200]}. See /schema for what exists.")
         case 405:
-            return MethodNotAllowed(f"This method is not allowed for {path[:200]}.")
+            allowed = (error.headers or {}).get("allow", "")
+            return MethodNotAllowed(
+                f"This method is not allowed for {path[:200]}.",
+                allowed=[method for method in allowed.replace(" ", "").split(",") if method],
+            )
     param, detail = None, error.detail
     extra = error.extra
     if isinstance(extra, list) and extra and isinstance(extra[0], dict):
-        param = extra[0].get("key")
+        key = extra[0].get("key")
+        param = None if key == "data" else key  # the framework's name for the body as a whole
         detail = str(extra[0].get("message", detail))
     return _BY_STATUS.get(error.status_code, Internal)(detail or "The request failed.", param=param)
 
 
 def handle(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """The exception handler of every route that litestar runs."""
+    request_id = new_request_id()
     if isinstance(error, GatewayError):
         problem = error
     elif isinstance(error, HTTPException) and error.status_code < 500:
         problem = from_framework(error, request.url.path)
     else:
-        log.error("request_failed", exc_info=error, extra={"path": request.url.path})
+        log.error(
+            "request_failed",
+            exc_info=error,
+            extra={"path": request.url.path, "request_id": request_id},
+        )
         problem = Internal(OUR_SIDE)
-    request_id = new_request_id()
     return Response(
         body(problem),
         status_code=problem.status,

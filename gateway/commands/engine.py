@@ -7,16 +7,26 @@ import sys
 import click
 
 
-@click.command(
+@click.group()
+def engine() -> None:
+    """Run an engine by itself, on this machine or another; routes reach it as a backend.
+
+    \b
+    Example:
+      meterline engine serve --model smollm2-135m-instruct --port 8090
+    """
+
+
+@engine.command(
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def engine(arguments: tuple[str, ...]) -> None:
-    """Run an engine by itself: serve, info.
+def serve(arguments: tuple[str, ...]) -> None:
+    """Serve one model over the OpenAI API (`--help` lists the options).
 
     \b
     Example:
-      meterline engine serve --model smollm2-135m-instruct --port 8100
+      meterline engine serve --model ./model.gguf --port 8090
     """
     os.execv(sys.executable, [sys.executable, "-m", "backends.engine", *arguments])  # noqa: S606

@@ -19,8 +19,8 @@ from gateway.app import VERSION, Service, StartupError, open_service
 from gateway.commands import BadInput
 from gateway.commands.files import config_option, read_config
 from gateway.config import BUNDLED_MODEL, Config
-from gateway.keys import Secret
 from telemetry import logs
+from telemetry.redaction import Secret
 
 DEFAULT_TENANT = "default"
 
@@ -102,17 +102,32 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 date_header=True,
-                timeout_graceful_shutdown=max(round(config.server.drain_s), 1),
+                timeout_graceful_shutdown=1,  # after `shutdown` has waited for the requests
                 timeout_keep_alive=75,  # longer than a load balancer's, so that it closes first
                 h11_max_incomplete_event_size=64 * 1024,
             )
         )
         self._service = service
+        self._drain_s = config.server.drain_s
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not uvicorn's own: that one raises the signal again once it has stopped, and the process
+        would die before the ledger is flushed. A second Ctrl-C does not wait for requests."""
         self._service.gateway.draining = True
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Go on listening while requests run: readiness says no, and whoever still comes is told
+        to go elsewhere, which a closed port could not tell them."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._drain_s
+        ledger = self._service.gateway.ledger
+        while ledger.in_flight and loop.time() < until and not self.force_exit:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
 
 
 async def _greet(service: Service, config: Config, listener: socket.socket) -> None:

@@ -56,7 +56,7 @@ class Ledger:
         self.observer_errors = 0
         self._rate = rate
         self._clock = clock
-        self._observers = tuple(observers)
+        self.observers = list(observers)  # called with each settled record; may be added to
         self._open: dict[str, OpenRecord] = {}
         self._slots = ProgressSlots(wal.folder, wal.boot, allocate=wal.disk.allocate)
 
@@ -137,7 +137,7 @@ class Ledger:
             )
         self._open.pop(data.request_id, None)
         self.settled += 1
-        for observer in self._observers:
+        for observer in self.observers:
             self._observe(observer, data)
 
     def _rated(self, attempt: Attempt) -> tuple[Charge, ...]:

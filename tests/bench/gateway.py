@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.bench import load
 from tests.bench.report import Table
 from tests.services import free_port
 
+KEY = re.compile(r"sk-ml-(?!admin)[\w-]+")
 ROUNDS = 3
 SECONDS = 3.0
 
@@ -81,8 +83,9 @@ def _processes() -> Iterator[dict[str, tuple[int, str, int]]]:
         stack.callback(gateway.wait)
         stack.callback(gateway.terminate)
         asyncio.run(_up(mock, bare, full))
-        match = re.search(r"sk-ml-(?!admin)[\w-]+", log.read_text())
-        assert match is not None, log.read_text()
+        while (match := KEY.search(log.read_text())) is None:
+            assert gateway.poll() is None, log.read_text()
+            time.sleep(0.1)
         key = match[0]
         yield {
             "bare httpx pass-through": (bare, key, bare_pid),

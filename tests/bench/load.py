@@ -56,7 +56,8 @@ async def run(
         while time.perf_counter() < stop_at:
             start = time.perf_counter()
             writer.write(payload)
-            events += await _answer(reader)
+            seen = await _answer(reader)
+            events += seen  # not across the await: the others count too
             latencies.append(time.perf_counter() - start)
         writer.close()
 

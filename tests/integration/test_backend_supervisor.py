@@ -15,10 +15,16 @@ from typing import Any
 import pytest
 
 from backends.base import BackendUnavailable, Timeouts
-from backends.openai_compat import OpenAICompatible
+from backends.openai_compat import EngineServer
 from backends.registry import build
 from backends.settings import BackendSettings, EngineSettings
-from backends.supervisor import EngineProcess, Patience, Supervised, engine_command
+from backends.supervisor import (
+    EngineProcess,
+    EngineTelemetry,
+    Patience,
+    Supervised,
+    engine_command,
+)
 from tests.fakes.requests import ask, asking, text_of
 
 FAKE = str(Path(__file__).parents[1] / "fakes" / "engine_process.py")
@@ -59,7 +65,7 @@ def supervised(process: EngineProcess) -> Supervised:
         name="small", kind="engine", base_url=f"unix://{process.socket_path}"
     )
     backend = build(settings, None)
-    assert isinstance(backend, OpenAICompatible)
+    assert isinstance(backend, EngineServer)
     return Supervised(backend, process)
 
 
@@ -262,14 +268,25 @@ async def test_kill_9_of_the_gateway_leaves_no_engine(tmp_path: Path) -> None:
 
 
 def test_the_command_line_of_the_real_engine(tmp_path: Path) -> None:
-    """Every setting of the table is passed on."""
+    """Every setting of the table is passed on, and where its spans go: one place."""
     settings = EngineSettings(name="small", model="/m.gguf", threads=2)
     assert engine_command(settings, tmp_path / "e.sock")[1:] == [
         *("-m", "backends.engine", "--name", "small", "--model", "/m.gguf"),
         *("--device", "auto", "--dtype", "auto", "--kv-memory-gb", "0.5"),
         *("--max-batch-size", "16", "--max-batch-tokens", "512", "--threads", "2"),
-        *("--uds", str(tmp_path / "e.sock")),
+        *("--exit-with-parent", "--uds", str(tmp_path / "e.sock")),
     ]
+    spans = tmp_path / "spans.jsonl"
+    for telemetry, flags in [
+        (EngineTelemetry(spans_file=spans), ["--spans-file", str(spans)]),
+        (
+            EngineTelemetry(spans_file=spans, otlp_endpoint="http://c:4318", service_name="x"),
+            ["--otlp-endpoint", "http://c:4318"],
+        ),
+    ]:
+        command = engine_command(settings, tmp_path / "e.sock", telemetry)
+        given = command[command.index("--service-name") :]
+        assert given[1:-3] == [telemetry.service_name, *flags]
 
 
 def test_a_socket_path_that_is_too_long(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ async def test_requests_share_steps(url: str) -> None:
         )
     texts = {a.json()["choices"][0]["message"]["content"] for a in answers}
     assert texts == {"The capital of France is Paris."}
-    steps_up_to_1 = gauge(url, 'meterline_engine_batch_size_bucket{le="1"')
+    steps_up_to_1 = gauge(url, 'meterline_engine_batch_size_bucket{le="1.0"')
     assert gauge(url, "meterline_engine_batch_size_count") > steps_up_to_1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.openai_compat import OpenAICompatible
+from backends.openai_compat import EngineServer, OpenAICompatible
 from backends.registry import build, build_engine
 from backends.scripted import Scripted
 from backends.settings import BackendSettings, EngineSettings, Script
@@ -30,7 +30,7 @@ from tests.fakes.requests import ask, asking, final_of
         ),
         (
             BackendSettings(name="a", kind="engine", base_url="unix:///run/e.sock"),
-            OpenAICompatible,
+            EngineServer,
             "meterline.engine",
         ),
         (BackendSettings(name="a", kind="scripted", script=Script()), Scripted, "scripted"),

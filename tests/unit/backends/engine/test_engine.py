@@ -195,6 +195,71 @@ async def test_a_waiting_job_can_be_cancelled(words: Tokenizer) -> None:
     ]
 
 
+async def test_told_to_finish_a_running_job_says_what_it_computed(words: Tokenizer) -> None:
+    """Open choices end as cancelled, with the text that was held back; Done counts the tokens."""
+    begun, gate = threading.Event(), threading.Event()
+    tokens = words.encode("abcdef")
+
+    def slow(row: Row) -> TokenChoice:
+        if row.sequence.job.job_id != WARM_UP and row.sequence.n_output == 3:
+            begun.set()
+            gate.wait(5)
+        return TokenChoice(END if row.sequence.index == 1 else tokens[row.sequence.n_output])
+
+    runner = FakeRunner(slow)
+    async with running(words, runner) as engine:
+        stream = engine.submit(request(words, n=2, stop=("dx",)))
+        await asyncio.to_thread(begun.wait, 5)
+        stream.finish()
+        stream.finish()
+        gate.set()
+        news = await outputs(stream)
+        *deltas, done = news
+        assert isinstance(done, Done)
+        assert text_of(news) == "abcd"
+        finishes = {d.index: d.finish for d in deltas if isinstance(d, Delta) and d.finish}
+        assert finishes == {0: FinishReason.CANCELLED, 1: FinishReason.STOP}
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (2, 4 + 1)
+        assert sum(done.usage.device_us.values()) == sum(engine.stats.charged_us.values())
+        assert engine.stats.jobs == {"cancelled": 1}
+        assert engine.pool is not None
+        assert engine.pool.used == 0
+        stream.finish()  # after the end it does nothing
+
+
+async def test_told_to_finish_in_prefill_and_in_the_queue(words: Tokenizer) -> None:
+    """A prompt counts as far as it was computed, and not at all if it still waited."""
+    begun, gate = threading.Event(), threading.Event()
+
+    class Slow(FakeRunner):
+        @override
+        def run(self, rows: Sequence[Row]) -> StepResult:
+            if rows[0].sequence.job.job_id != WARM_UP and rows[0].start == 64:
+                begun.set()
+                gate.wait(5)
+            return super().run(rows)
+
+    async with running(words, Slow(lambda row: TokenChoice(20), kv_blocks=5)) as engine:
+        first = engine.submit(request(words, prompts=((20,) * 250,), max_tokens=(9,)))
+        await asyncio.to_thread(begun.wait, 5)
+        second = engine.submit(request(words))
+        first.finish()
+        second.finish()
+        gate.set()
+        for stream, prompt_tokens in ((first, 128), (second, 0)):
+            [delta, done] = await outputs(stream)
+            assert isinstance(delta, Delta)
+            assert (delta.text, delta.finish) == ("", FinishReason.CANCELLED)
+            assert isinstance(done, Done)
+            usage = done.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (prompt_tokens, 0)
+            assert min(usage.queue_s, usage.prefill_s) >= 0
+            assert usage.decode_s == 0
+        assert done.usage.device_us == {}
+        assert engine.pool is not None
+        assert engine.pool.used == 0
+
+
 async def test_a_failing_row_fails_alone(words: Tokenizer) -> None:
     """One sequence with broken numbers fails; its neighbour in the same steps ends well."""
 
