@@ -14,6 +14,8 @@ COMMANDS: Final = {
     "tenant": "tenant",
     "key": "key",
     "price": "price",
+    "bill": "bill",
+    "period": "period",
     "report": "report",
     "reconcile": "reconcile",
     "explain": "explain",

@@ -102,7 +102,10 @@ def from_csv(text: str) -> Catalogue:
     match, service_tier, min_input_tokens, unit, list_unit_price, currency, effective_from and
     effective_to. Prices are per 1,000,000 unless `unit` says otherwise."""
     reader = csv.DictReader(io.StringIO(text))
-    header = [name.strip() for name in reader.fieldnames or ()]
+    try:
+        header = [name.strip() for name in reader.fieldnames or ()]
+    except csv.Error as error:
+        raise ListInvalid([f"not a CSV: {error}"]) from None
     missing = [name for name in _COLUMNS if name not in header]
     unknown = [name for name in header if name not in (*_COLUMNS, *_OPTIONAL)]
     if missing or unknown:
@@ -113,7 +116,7 @@ def from_csv(text: str) -> Catalogue:
     notes = Notes()
     entries: list[Entry] = []
     problems: list[str] = []
-    for row in reader:
+    for row in _rows_of(reader):
         where = f"line {reader.line_num}"
         try:
             entries.append(_csv_entry(row, len(entries), notes, where))
@@ -125,6 +128,13 @@ def from_csv(text: str) -> Catalogue:
     if problems:
         raise ListInvalid(problems)
     return Catalogue(entries=tuple(entries), quantised=tuple(notes.quantised))
+
+
+def _rows_of(reader: "csv.DictReader[str]") -> Iterator[dict[str, Any]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ListInvalid([f"line {reader.line_num}: not a CSV: {error}"]) from None
 
 
 def with_tiers(catalogue: Catalogue, factors: Mapping[str, Decimal]) -> Catalogue:

@@ -411,6 +411,27 @@ class BillLineRow(LedgerBase):
     __table_args__ = (Index("ix_bill_line_day", "day"),)
 
 
+class PostingRow(LedgerBase):
+    """What a bill says beyond what was rated, made visible when a month was closed: rated plus the
+    postings of a day is what was billed for it."""
+
+    __tablename__ = "posting"
+
+    posting_id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    month: Mapped[str] = mapped_column(String(7))  # whose closing posted it
+    account: Mapped[str] = mapped_column(String(96))  # unreconciled:<provider>
+    provider: Mapped[str] = mapped_column(String(64))
+    day: Mapped[datetime] = mapped_column(UtcTime)
+    model: Mapped[str] = mapped_column(String(256))
+    meter: Mapped[str] = mapped_column(String(64))
+    currency: Mapped[str] = mapped_column(String(3))
+    amount: Mapped[Decimal] = mapped_column(Money)
+    cause: Mapped[str] = mapped_column(String(96))  # suspected
+    posted_at: Mapped[datetime] = mapped_column(UtcTime)
+
+    __table_args__ = (Index("ix_posting_day", "day"),)
+
+
 class BillingPeriodRow(LedgerBase):
     """A closed month, UTC. Its manifest can be made again from the rows, byte for byte, and names
     the hash of the month that was closed before it."""

@@ -119,6 +119,22 @@ def upgrade() -> None:
     )
     op.create_index("ix_bill_line_day", "bill_line", ["day"])
     op.create_table(
+        "posting",
+        sa.Column("posting_id", sa.String(length=36), nullable=False),
+        sa.Column("month", sa.String(length=7), nullable=False),
+        sa.Column("account", sa.String(length=96), nullable=False),
+        sa.Column("provider", sa.String(length=64), nullable=False),
+        sa.Column("day", UtcTime(), nullable=False),
+        sa.Column("model", sa.String(length=256), nullable=False),
+        sa.Column("meter", sa.String(length=64), nullable=False),
+        sa.Column("currency", sa.String(length=3), nullable=False),
+        sa.Column("amount", MONEY, nullable=False),
+        sa.Column("cause", sa.String(length=96), nullable=False),
+        sa.Column("posted_at", UtcTime(), nullable=False),
+        sa.PrimaryKeyConstraint("posting_id"),
+    )
+    op.create_index("ix_posting_day", "posting", ["day"])
+    op.create_table(
         "billing_period",
         sa.Column("month", sa.String(length=7), nullable=False),
         sa.Column("closed_at", UtcTime(), nullable=False),
@@ -149,7 +165,7 @@ def _book(table: str, moment: str) -> None:
 
 
 def downgrade() -> None:
-    for table in ("billing_period", "bill_line", "bill", "engine_hour", "engine_lease"):
+    for table in ("billing_period", "posting", "bill_line", "bill", "engine_hour", "engine_lease"):
         op.drop_table(table)
     op.drop_table("rollup_meter")
     op.execute("DELETE FROM charge_line WHERE cause IS NOT NULL")
