@@ -4,6 +4,8 @@ import functools
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +14,10 @@ import click
 from gateway.commands import BadInput
 from gateway.commands.books import OpenBooks, with_books
 from gateway.commands.files import config_option
-from gateway.commands.periods import parse_report_period
+from gateway.commands.periods import parse_month, parse_report_period
+from telemetry import books
 from telemetry.capacity.allocation import POLICIES, IdlePolicy
+from telemetry.closing.months import closed_list, residuals_of
 from telemetry.reports.chargeback import (
     METER_DIMENSIONS,
     Chargeback,
@@ -21,12 +25,24 @@ from telemetry.reports.chargeback import (
     chargeback,
     dimensions,
 )
+from telemetry.reports.counterfactual import has_price, savings, what_if
+from telemetry.reports.focus import Export, export
+from telemetry.reports.forecast import forecast, forecast_sheet
 from telemetry.reports.full_cost import capacity_sheet, engine_costs, full_basis
 from telemetry.reports.meters import as_hourly
 from telemetry.reports.period import Period
-from telemetry.reports.query import allocations, hourly_sums, meter_sums, pending_hours
+from telemetry.reports.query import (
+    allocations,
+    hourly_sums,
+    list_prices,
+    meter_sums,
+    pending_hours,
+)
 from telemetry.reports.render import chargeback_csv, chargeback_json, chargeback_table
 from telemetry.reports.sheet import Sheet, sheet_csv, sheet_json, sheet_text
+from telemetry.reports.statement import journal, journal_csv, statement_html
+from telemetry.reports.variance import bridge, bridge_sheet, facts
+from telemetry.reports.waste import waste
 
 Form = Literal["table", "csv", "json"]
 Basis = Literal["usage", "full"]
@@ -213,3 +229,218 @@ def write(text: str, out: Path | None) -> None:
 
 def _width() -> int:
     return shutil.get_terminal_size((120, 40)).columns
+
+
+@report.command(name="savings")
+@over_a_period
+def savings_command(config: Path, period: Period, form: Form, out: Path | None) -> None:
+    """What caches and cheaper service tiers saved. Beside the cost, never taken off it.
+
+    \b
+    Example:
+      meterline report savings --from 2026-11-01 --to 2026-12-01
+    """
+
+    async def made(found: OpenBooks) -> Sheet:
+        rows = await meter_sums(found.engine, period)
+        return savings(rows, await books.load(found.engine))
+
+    show(with_books(config, made), form, out)
+
+
+@report.command(name="waste")
+@over_a_period
+def waste_command(config: Path, period: Period, form: Form, out: Path | None) -> None:
+    """What was paid and served nobody: failed attempts, hedges, clients that left, idle hardware.
+
+    \b
+    Example:
+      meterline report waste --from 2026-11-01 --to 2026-12-01
+    """
+
+    async def made(found: OpenBooks) -> Sheet:
+        rows = await meter_sums(found.engine, period)
+        return waste(rows, await allocations(found.engine, period, policy="keep"), period)
+
+    show(with_books(config, made), form, out)
+
+
+@report.command(name="whatif")
+@click.option("--as", "other", required=True, metavar="PROVIDER/MODEL", help="At whose prices.")
+@over_a_period
+def whatif_command(config: Path, period: Period, other: str, form: Form, out: Path | None) -> None:
+    """What the same tokens would have cost as another model.
+
+    \b
+    Example:
+      meterline report whatif --as openai/gpt-4o-mini --from 2026-11-01 --to 2026-12-01
+    """
+    provider, separator, model = other.partition("/")
+    if not separator or not model:
+        raise BadInput(f"--as {other!r}: write PROVIDER/MODEL, like openai/gpt-4o-mini")
+
+    async def made(found: OpenBooks) -> Sheet:
+        book = await books.load(found.engine)
+        if not has_price(book, provider, model, int(period.start.timestamp()) * 10**9):
+            raise BadInput(f"--as {other}: no published book has its price: meterline price list")
+        return what_if(await meter_sums(found.engine, period), book, provider, model)
+
+    show(with_books(config, made), form, out)
+
+
+@report.command(name="variance")
+@click.option("--before", help="First day of the period before; default: as long, just before.")
+@over_a_period
+def variance_command(
+    config: Path, period: Period, before: str | None, form: Form, out: Path | None
+) -> None:
+    """Why the cost changed against an earlier period of the same length: terms that sum to it.
+
+    \b
+    Example:
+      meterline report variance --from 2026-11-01 --to 2026-11-08
+    """
+    length = period.end - period.start
+    if before is None:
+        earlier = Period(period.start - length, period.start, period.zone)
+    else:
+        first = parse_report_period(before, period.end.isoformat(), period.zone).start
+        earlier = Period(first, first + length, period.zone)
+
+    async def made(found: OpenBooks) -> Sheet:
+        old = await meter_sums(found.engine, earlier), await hourly_sums(found.engine, earlier)
+        new = await meter_sums(found.engine, period), await hourly_sums(found.engine, period)
+        currencies = sorted({row.currency for row in (*old[0], *new[0])})
+        return bridge_sheet(
+            [bridge(facts(*old, c), facts(*new, c), c) for c in currencies],
+            f"From {period.day(earlier.start)} to {period.day(period.start)}, {length.days} days",
+        )
+
+    show(with_books(config, made), form, out)
+
+
+@report.command(name="forecast")
+@over_a_period
+def forecast_command(config: Path, period: Period, form: Form, out: Path | None) -> None:
+    """Where the month will end, with the error that the method had on the past.
+
+    The days from --from to --to (default: this month) are learned from together with the 90 days
+    before them; the forecast runs to the end of the month of --to.
+
+    \b
+    Example:
+      meterline report forecast
+    """
+    today = min(period.end, datetime.now(UTC)).astimezone(UTC).date()
+    first = today.replace(day=1)
+    until = (first + timedelta(days=32)).replace(day=1)
+    start = datetime.combine(first - timedelta(days=90), time(), UTC)
+    learned = Period(start, datetime.combine(today, time(), UTC))
+
+    async def made(found: OpenBooks) -> Sheet:
+        by_day: dict[str, dict[date, Decimal]] = {}
+        for row in await hourly_sums(found.engine, learned):
+            days = by_day.setdefault(row.currency, {})
+            day = row.hour.date()
+            days[day] = days.get(day, Decimal(0)) + row.amount
+        return forecast_sheet(
+            {
+                currency: forecast(days, first=first, today=today, until=until)
+                for currency, days in by_day.items()
+            }
+        )
+
+    show(with_books(config, made), form, out)
+
+
+@report.command(name="statement")
+@click.option("--tenant", required=True, help="Id or name.")
+@click.option("--month", required=True, help="Like 2026-11, UTC.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file.")
+@config_option
+def statement_command(config: Path, tenant: str, month: str, out: Path | None) -> None:
+    """A tenant's month as an HTML page that prints to a clean PDF.
+
+    \b
+    Example:
+      meterline report statement --tenant acme --month 2026-11 --out acme.html
+    """
+    period = parse_month(month)
+
+    async def made(found: OpenBooks) -> str:
+        names = await found.tenant_names()
+        tenant_id = next((key for key, name in names.items() if tenant in (key, name)), None)
+        if tenant_id is None:
+            raise BadInput(f"--tenant {tenant!r}: no tenant has this id or name")
+        rows = await meter_sums(found.engine, period)
+        closed = {one.month: one.sha256 for one in await closed_list(found.engine)}
+        return statement_html(
+            (row for row in rows if row.tenant_id == tenant_id),
+            tenant=names[tenant_id],
+            tenant_id=tenant_id,
+            period=period,
+            proof=closed.get(month),
+        )
+
+    write(with_books(config, made), out)
+
+
+@report.command(name="journal")
+@click.option("--month", required=True, help="Like 2026-11, UTC.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file.")
+@config_option
+def journal_command(config: Path, month: str, out: Path | None) -> None:
+    """The month as balanced entries for accounting, CSV: by tenant against each provider.
+
+    \b
+    Example:
+      meterline report journal --month 2026-11 --out november.csv
+    """
+    period = parse_month(month)
+
+    async def made(found: OpenBooks) -> str:
+        rows = await meter_sums(found.engine, period)
+        residuals = await residuals_of(found.engine, month)
+        names = await found.tenant_names()
+        return journal_csv(journal(rows, residuals, period=period, tenant_names=names))
+
+    write(with_books(config, made), out)
+
+
+@report.command(name="focus")
+@click.option("--account", default="meterline", show_default=True, help="BillingAccountId.")
+@click.option("--from", "start", help="First day or hour; default: the first of this month.")
+@click.option("--to", "end", help="Day or hour after the last; default: tomorrow.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The CSV; the manifest goes beside it, as FILE.manifest.json.",
+)
+@config_option
+def focus_command(
+    config: Path, account: str, start: str | None, end: str | None, out: Path
+) -> None:
+    """The period as FOCUS 1.2 CostAndUsage rows, hourly, with a manifest of rows, sums and hash.
+
+    \b
+    Example:
+      meterline report focus --from 2026-11-01 --to 2026-12-01 --out november-focus.csv
+    """
+    period = parse_report_period(start, end)
+
+    async def made(found: OpenBooks) -> Export:
+        rows = await meter_sums(found.engine, period)
+        return export(
+            rows,
+            account=account,
+            tenant_names=await found.tenant_names(),
+            list_prices=await list_prices(found.engine, {row.price_id for row in rows}),
+            start=period.start,
+            end=period.end,
+        )
+
+    done = with_books(config, made)
+    write(done.csv, out)
+    write(done.manifest, out.with_name(f"{out.name}.manifest.json"))
+    click.echo(f"{done.rows} rows in {out}, {done.left_out} charge lines without a price left out")

@@ -28,6 +28,7 @@ from telemetry.ledger.rollups import METERS, ROLLUPS
 from telemetry.ledger.shipper import CLOSED, DIRTY, EVENTS, INTENTS, LINES, REQUESTS, upsert
 from telemetry.money import EXACT, plain
 from telemetry.reports.meters import MeterSum
+from telemetry.reports.statement import Residual
 from telemetry.tables import BillLineRow, BillRow, PostingRow
 from telemetry.usage import BUCKETS
 
@@ -154,6 +155,18 @@ async def closed_list(engine: AsyncEngine) -> list[Closed]:
         found = await db.execute(select(CLOSED).order_by(CLOSED.c.month))
         return [
             Closed(month=row.month, closed_at=row.closed_at, sha256=row.sha256) for row in found
+        ]
+
+
+async def residuals_of(engine: AsyncEngine, month: str) -> list[Residual]:
+    """What was posted when a month was closed."""
+    async with engine.connect() as db:
+        found = await db.execute(
+            select(POSTINGS).where(POSTINGS.c.month == month).order_by(POSTINGS.c.posting_id)
+        )
+        return [
+            Residual(provider=row.provider, amount=row.amount, currency=row.currency)
+            for row in found
         ]
 
 
@@ -462,5 +475,6 @@ __all__ = [
     "closed_list",
     "import_bill",
     "manifest",
+    "residuals_of",
     "verify_month",
 ]

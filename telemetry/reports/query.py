@@ -3,8 +3,9 @@
 Amounts are not added in SQL, because SQLite keeps them as text to keep them exact.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 
 import msgspec
 from sqlalchemy import func, select
@@ -22,6 +23,7 @@ from telemetry.tables import (
     DirtyHourRow,
     MeterRollupRow,
     OpenIntentRow,
+    PriceRow,
     RequestRow,
     RollupRow,
 )
@@ -48,6 +50,17 @@ async def meter_sums(db: AsyncEngine, period: Period) -> list[MeterSum]:
             )
         )
         return [MeterSum(**row._mapping) for row in rows]
+
+
+async def list_prices(db: AsyncEngine, price_ids: Collection[str]) -> dict[str, Decimal]:
+    """The public price beside a contracted one, where a book has both."""
+    async with db.connect() as connection:
+        rows = await connection.execute(
+            select(PriceRow.price_id, PriceRow.list_unit_price).where(
+                PriceRow.list_unit_price.is_not(None)
+            )
+        )
+        return {row.price_id: row.list_unit_price for row in rows if row.price_id in price_ids}
 
 
 async def allocations(
