@@ -33,6 +33,7 @@ from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
+from gateway.api.reports import create_reports_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.config import Config, ConfigInvalid, resolve
 from gateway.errors import GatewayError
@@ -42,7 +43,7 @@ from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
-from gateway.tenants import Tenants
+from gateway.tenants import Tenants, tenant_names
 from telemetry import books, logs
 from telemetry import metrics as metric
 from telemetry.books import BackendPrices
@@ -54,6 +55,7 @@ from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
 from telemetry.redaction import Secret
+from telemetry.reports.desk import Desk
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 log = logging.getLogger(__name__)
@@ -217,6 +219,7 @@ async def _build(
         metrics=metrics,
         admin=Admin(admin_key.reveal()),
         tenants=tenants,
+        desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
     )
     return Service(
@@ -237,6 +240,7 @@ def create_app(
     metrics: Metrics,
     admin: Admin,
     tenants: Tenants,
+    desk: Desk,
     readiness: Readiness,
 ) -> Litestar:
     """The HTTP face. Every route names in `opt["caller"]` who may call it."""
@@ -255,6 +259,7 @@ def create_app(
             health.readyz,
             health.metrics,
             create_admin_router(tenants, admin),
+            create_reports_router(desk, admin),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),

@@ -357,8 +357,9 @@ async def load(db: AsyncEngine) -> PriceBook:
 
 
 async def load_with(db: AsyncEngine, label: str) -> PriceBook:
-    """As `load`, with one version of one book in force at all times and before all others: what
-    re-rating asks. A draft may be asked too."""
+    """As `load`, with one version of one book in force before the other lists: what re-rating asks.
+    A draft may be asked too. Prices agreed in the config go on winning over every list; a version
+    of the config's own book is in force at all times."""
     head = await find(db, label)
     current = await load(db)
     async with db.connect() as connection:

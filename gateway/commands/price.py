@@ -217,7 +217,7 @@ def publish_command(label: str, config: Path, form: Format) -> None:
 @price.command(name="rerate")
 @click.option("--from", "start", required=True, help="First day or hour.")
 @click.option("--to", "end", required=True, help="Day or hour after the last.")
-@click.option("--book", help="Price by this book first; default: by what is published now.")
+@click.option("--book", help="Before other lists; the config's agreed prices still win.")
 @click.option("--dry-run/--apply", "is_dry", default=True, help="Show, or do it.")
 @config_option
 @with_format

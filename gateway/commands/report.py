@@ -4,8 +4,7 @@ import functools
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, date, datetime, time, timedelta
-from decimal import Decimal
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,37 +14,18 @@ from gateway.commands import BadInput
 from gateway.commands.books import OpenBooks, with_books
 from gateway.commands.files import config_option
 from gateway.commands.periods import parse_month, parse_report_period
-from telemetry import books
 from telemetry.capacity.allocation import POLICIES, IdlePolicy
 from telemetry.closing.months import closed_list, residuals_of
-from telemetry.reports.chargeback import (
-    METER_DIMENSIONS,
-    Chargeback,
-    GroupingInvalid,
-    chargeback,
-    dimensions,
-)
-from telemetry.reports.counterfactual import has_price, savings, what_if
+from telemetry.reports.chargeback import Chargeback, GroupingInvalid, dimensions
+from telemetry.reports.desk import Basis, Desk, PriceUnknown, SheetName
 from telemetry.reports.focus import Export, export
-from telemetry.reports.forecast import forecast, forecast_sheet
-from telemetry.reports.full_cost import capacity_sheet, engine_costs, full_basis
-from telemetry.reports.meters import as_hourly
 from telemetry.reports.period import Period
-from telemetry.reports.query import (
-    allocations,
-    hourly_sums,
-    list_prices,
-    meter_sums,
-    pending_hours,
-)
+from telemetry.reports.query import list_prices, meter_sums
 from telemetry.reports.render import chargeback_csv, chargeback_json, chargeback_table
 from telemetry.reports.sheet import Sheet, sheet_csv, sheet_json, sheet_text
 from telemetry.reports.statement import journal, journal_csv, statement_html
-from telemetry.reports.variance import bridge, bridge_sheet, facts
-from telemetry.reports.waste import waste
 
 Form = Literal["table", "csv", "json"]
-Basis = Literal["usage", "full"]
 
 
 @click.group()
@@ -131,37 +111,21 @@ def chargeback_command(
       meterline report chargeback --by tenant,day --format csv --out november.csv
       meterline report chargeback --basis full --idle-policy proportional-used
     """
-    try:
-        groups = dimensions(by)
-    except GroupingInvalid as error:
-        raise BadInput(str(error)) from error
-    is_by_meter = any(name in METER_DIMENSIONS for name in groups)
-    if is_by_meter and basis == "full":
-        raise BadInput("--basis full has no meters, since idle time has none: use --basis usage")
 
     async def made(found: OpenBooks) -> Chargeback:
         names = await found.tenant_names()
-        if is_by_meter:
-            sums = [as_hourly(row) for row in await meter_sums(found.engine, period)]
-        else:
-            sums = await hourly_sums(found.engine, period)
-        if basis == "full":
-            split = await allocations(
-                found.engine,
-                period,
-                policy=idle_policy,
-                entitlements=parse_entitlements(entitlements, names),
-            )
-            sums = full_basis(sums, split)
-        return chargeback(
-            sums,
-            by=groups,
-            period=period,
-            tenant_names=names,
-            pending_hours=await pending_hours(found.engine, period),
+        return await desk_of(found).chargeback(
+            period,
+            dimensions(by),
+            basis=basis,
+            policy=idle_policy,
+            entitlements=parse_entitlements(entitlements, names),
         )
 
-    result = with_books(config, made)
+    try:
+        result = with_books(config, made)
+    except GroupingInvalid as error:
+        raise BadInput(str(error)) from error
     if form == "csv":
         text = chargeback_csv(result)
     elif form == "json":
@@ -181,13 +145,15 @@ def capacity_command(config: Path, period: Period, form: Form, out: Path | None)
     Example:
       meterline report capacity --from 2026-11-01 --to 2026-12-01
     """
+    show(with_books(config, lambda found: _sheet(found, "capacity", period)), form, out)
 
-    async def made(found: OpenBooks) -> Sheet:
-        sums = await hourly_sums(found.engine, period)
-        split = await allocations(found.engine, period, policy="keep")
-        return capacity_sheet(engine_costs(sums, split, period), period)
 
-    show(with_books(config, made), form, out)
+def desk_of(found: OpenBooks) -> Desk:
+    return Desk(found.engine, found.tenant_names)
+
+
+async def _sheet(found: OpenBooks, name: SheetName, period: Period) -> Sheet:
+    return await desk_of(found).sheet(name, period, today=datetime.now(UTC).date())
 
 
 def parse_entitlements(texts: Sequence[str], names: dict[str, str]) -> dict[str, int]:
@@ -240,12 +206,7 @@ def savings_command(config: Path, period: Period, form: Form, out: Path | None) 
     Example:
       meterline report savings --from 2026-11-01 --to 2026-12-01
     """
-
-    async def made(found: OpenBooks) -> Sheet:
-        rows = await meter_sums(found.engine, period)
-        return savings(rows, await books.load(found.engine))
-
-    show(with_books(config, made), form, out)
+    show(with_books(config, lambda found: _sheet(found, "savings", period)), form, out)
 
 
 @report.command(name="waste")
@@ -257,12 +218,7 @@ def waste_command(config: Path, period: Period, form: Form, out: Path | None) ->
     Example:
       meterline report waste --from 2026-11-01 --to 2026-12-01
     """
-
-    async def made(found: OpenBooks) -> Sheet:
-        rows = await meter_sums(found.engine, period)
-        return waste(rows, await allocations(found.engine, period, policy="keep"), period)
-
-    show(with_books(config, made), form, out)
+    show(with_books(config, lambda found: _sheet(found, "waste", period)), form, out)
 
 
 @report.command(name="whatif")
@@ -279,13 +235,11 @@ def whatif_command(config: Path, period: Period, other: str, form: Form, out: Pa
     if not separator or not model:
         raise BadInput(f"--as {other!r}: write PROVIDER/MODEL, like openai/gpt-4o-mini")
 
-    async def made(found: OpenBooks) -> Sheet:
-        book = await books.load(found.engine)
-        if not has_price(book, provider, model, int(period.start.timestamp()) * 10**9):
-            raise BadInput(f"--as {other}: no published book has its price: meterline price list")
-        return what_if(await meter_sums(found.engine, period), book, provider, model)
-
-    show(with_books(config, made), form, out)
+    try:
+        sheet = with_books(config, lambda found: desk_of(found).what_if(period, provider, model))
+    except PriceUnknown as error:
+        raise BadInput(f"--as {other}: {error}: see meterline price list") from error
+    show(sheet, form, out)
 
 
 @report.command(name="variance")
@@ -307,16 +261,7 @@ def variance_command(
         first = parse_report_period(before, period.end.isoformat(), period.zone).start
         earlier = Period(first, first + length, period.zone)
 
-    async def made(found: OpenBooks) -> Sheet:
-        old = await meter_sums(found.engine, earlier), await hourly_sums(found.engine, earlier)
-        new = await meter_sums(found.engine, period), await hourly_sums(found.engine, period)
-        currencies = sorted({row.currency for row in (*old[0], *new[0])})
-        return bridge_sheet(
-            [bridge(facts(*old, c), facts(*new, c), c) for c in currencies],
-            f"From {period.day(earlier.start)} to {period.day(period.start)}, {length.days} days",
-        )
-
-    show(with_books(config, made), form, out)
+    show(with_books(config, lambda found: desk_of(found).variance(earlier, period)), form, out)
 
 
 @report.command(name="forecast")
@@ -324,33 +269,14 @@ def variance_command(
 def forecast_command(config: Path, period: Period, form: Form, out: Path | None) -> None:
     """Where the month will end, with the error that the method had on the past.
 
-    The days from --from to --to (default: this month) are learned from together with the 90 days
-    before them; the forecast runs to the end of the month of --to.
+    It learns from the month up to today, or up to --to if that is earlier, and the 90 days before
+    it; it runs to the end of that month.
 
     \b
     Example:
       meterline report forecast
     """
-    today = min(period.end, datetime.now(UTC)).astimezone(UTC).date()
-    first = today.replace(day=1)
-    until = (first + timedelta(days=32)).replace(day=1)
-    start = datetime.combine(first - timedelta(days=90), time(), UTC)
-    learned = Period(start, datetime.combine(today, time(), UTC))
-
-    async def made(found: OpenBooks) -> Sheet:
-        by_day: dict[str, dict[date, Decimal]] = {}
-        for row in await hourly_sums(found.engine, learned):
-            days = by_day.setdefault(row.currency, {})
-            day = row.hour.date()
-            days[day] = days.get(day, Decimal(0)) + row.amount
-        return forecast_sheet(
-            {
-                currency: forecast(days, first=first, today=today, until=until)
-                for currency, days in by_day.items()
-            }
-        )
-
-    show(with_books(config, made), form, out)
+    show(with_books(config, lambda found: _sheet(found, "forecast", period)), form, out)
 
 
 @report.command(name="statement")
