@@ -1,17 +1,13 @@
 """The four timeouts of one attempt, kept in one place and told apart by their phase.
 
-It waits for the next piece of an answer and knows nothing of what is in it: the reader of the
-answer says when content came. Time that the consumer takes between two pieces is not the
+It says until when the next piece may be waited for, and knows nothing of what is in it: the reader
+of the answer says when content came. Time that the consumer takes between two pieces is not the
 upstream's and does not count, except against the total.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
 
 from backends.base import BackendTimeout, Phase, Timeouts
-
-T = TypeVar("T")
 
 _WORDS: dict[Phase, str] = {
     "connect": "no connection to the upstream within {:g} s",
@@ -37,42 +33,32 @@ class Deadlines:
         now = self._clock()
         self._total = now + timeouts.total_s
         self._phase: Phase = "total"
-        self._at = self._total
+        self.at = self._total  # of the loop's clock
         if is_stream:
             self._set("first_token", now + timeouts.first_token_s)
 
     def progressed(self, *, has_content: bool) -> None:
-        """An event came. Only content ends the wait for the first token."""
+        """An event came. Only content ends the wait for the first token. Raises BackendTimeout
+        where the total is over: nobody waits in a stream that never pauses."""
+        now = self._clock()
+        if now >= self._total:
+            self._set("total", self._total)
+            raise self.expired()
         if has_content or self._phase == "inter_token":
-            self._set("inter_token", self._clock() + self._timeouts.inter_token_s)
+            self._set("inter_token", now + self._timeouts.inter_token_s)
 
-    async def wait(self, awaitable: Awaitable[T]) -> T:
-        """The result, or BackendTimeout of the phase that ran out first."""
-        limit = asyncio.timeout_at(self._at)
-        try:
-            async with limit:
-                return await awaitable
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # not ours: some socket timeout below
-            raise timed_out(self._timeouts, self._phase, backend=self._backend) from error
+    def check(self) -> None:
+        """Raise BackendTimeout if the time is over: for what came without being waited for."""
+        if self._clock() >= self.at:
+            raise self.expired()
 
-    async def next(self, pieces: AsyncIterator[bytes]) -> bytes | None:
-        """The next piece, None at the end, or BackendTimeout."""
-        limit = asyncio.timeout_at(self._at)
-        try:
-            async with limit:
-                return await anext(pieces)
-        except StopAsyncIteration:
-            return None
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise timed_out(self._timeouts, self._phase, backend=self._backend) from error
+    def expired(self) -> BackendTimeout:
+        """The error of the phase whose time has just run out."""
+        return timed_out(self._timeouts, self._phase, backend=self._backend)
 
     def _set(self, phase: Phase, at: float) -> None:
         """The total is over all: whichever comes first."""
         if at < self._total:
-            self._phase, self._at = phase, at
+            self._phase, self.at = phase, at
         else:
-            self._phase, self._at = "total", self._total
+            self._phase, self.at = "total", self._total

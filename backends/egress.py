@@ -7,24 +7,25 @@ redirects, proxies from the environment and cookies do not exist.
 """
 
 import asyncio
+import functools
 import ipaddress
+import itertools
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Final, Self
+from asyncio.staggered import staggered_race
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-import httpcore
 import httpx
 from typing_extensions import override
 
+from backends.transport import Answer, Connection, Origin, Pool, Request
+
 UNIX_SCHEME: Final = "unix://"
 UNIX_HOST: Final = "localhost"  # what the Host header says to a server on a Unix socket
-KEEPALIVE_S: Final = 15.0
-
-_SOCKET_OPTIONS: Final = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+NEXT_ADDRESS_S: Final = 0.25  # head start of an address before the next one (RFC 8305, 5)
+_FOREVER_S: Final = 365 * 86_400.0
 
 # Internal by use, though Python's ipaddress calls them global or neither: carrier-grade NAT
 # (RFC 6598) and the IPv6 forms that embed an IPv4 address are unwrapped below.
@@ -70,196 +71,201 @@ def split_base_url(base_url: str) -> tuple[str, str | None]:
     return base_url.rstrip("/"), None
 
 
-def client(
+# --- connections ------------------------------------------------------------------------------
+
+# family, and the address as `socket.connect` takes it
+Address = tuple[int, Any]
+OpenSocket = Callable[[Address], Awaitable[socket.socket]]
+
+
+async def open_socket(address: Address) -> socket.socket:
+    """A connected TCP socket."""
+    family, where = address
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setblocking(False)
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        await asyncio.get_running_loop().sock_connect(found, where)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+class Dialer:
+    """Opens connections to checked addresses only. The name is looked up for each connection."""
+
+    def __init__(self, *, allow_private: bool, open_socket: OpenSocket = open_socket) -> None:
+        self._allow_private = allow_private
+        self._open_socket = open_socket
+
+    async def __call__(self, origin: Origin, new: Callable[[], Connection]) -> Connection:
+        """An open connection. Raises httpx.ConnectError, which names no address."""
+        loop = asyncio.get_running_loop()
+        try:
+            if origin.socket_path is not None:
+                _, made = await loop.create_unix_connection(new, origin.socket_path)
+                return made
+            found = await self.connect(origin.host, origin.port)
+            try:
+                _, made = await loop.create_connection(
+                    new,
+                    sock=found,
+                    ssl=origin.ssl_context,
+                    server_hostname=None if origin.ssl_context is None else origin.host,
+                )
+            except BaseException:
+                found.close()
+                raise
+        except OSError:
+            raise httpx.ConnectError("no connection") from None
+        return made
+
+    async def connect(self, host: str, port: int) -> socket.socket:
+        """A socket to the first address of the host that answers (RFC 8305)."""
+        addresses = await self._resolve(host, port)
+        if len(addresses) == 1:
+            return await self._open_socket(addresses[0])
+        found: socket.socket | None
+        found, _, _ = await staggered_race(
+            [functools.partial(self._open_socket, address) for address in addresses],
+            NEXT_ADDRESS_S,
+        )
+        if found is None:
+            raise httpx.ConnectError("no address of the host answers")
+        return found
+
+    async def _resolve(self, host: str, port: int) -> Sequence[Address]:
+        loop = asyncio.get_running_loop()
+        try:
+            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise httpx.ConnectError("the host cannot be resolved") from None
+        addresses = list(dict.fromkeys((family, where) for family, _, _, _, where in infos))
+        if not addresses:
+            raise httpx.ConnectError("the host has no address")
+        if not self._allow_private and any(is_internal(str(where[0])) for _, where in addresses):
+            raise EgressRefused("the host resolves to an internal address")
+        return _interleaved(addresses)
+
+
+def _interleaved(addresses: Sequence[Address]) -> Sequence[Address]:
+    """The two families in turn, as the resolver's first one begins (RFC 8305, 4)."""
+    first = [address for address in addresses if address[0] == addresses[0][0]]
+    others = [address for address in addresses if address[0] != addresses[0][0]]
+    pairs = itertools.zip_longest(first, others)
+    return [address for pair in pairs for address in pair if address is not None]
+
+
+def pool(
+    base_url: str,
     *,
-    socket_path: str | None = None,
+    allow_private: bool = False,
+    max_connections: int = 256,
+    ssl_context: ssl.SSLContext | None = None,
+) -> Pool:
+    """Connections to the server of a `base_url`, each through the check or to its Unix socket."""
+    text, socket_path = split_base_url(base_url)
+    url = httpx.URL(text)
+    is_tls = url.scheme == "https"
+    return Pool(
+        Origin(
+            host=url.raw_host.decode("ascii"),
+            port=url.port or (443 if is_tls else 80),
+            ssl_context=_tls(ssl_context) if is_tls else None,
+            socket_path=socket_path,
+        ),
+        Dialer(allow_private=allow_private),
+        max_connections=max_connections,
+    )
+
+
+def _tls(context: ssl.SSLContext | None) -> ssl.SSLContext:
+    if context is None:
+        context = httpx.create_ssl_context()  # honours SSL_CERT_FILE: companies have own CAs
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+# --- behind httpx's interface -----------------------------------------------------------------
+
+
+def client(
+    base_url: str,
+    *,
     allow_private: bool = False,
     max_connections: int = 256,
     ssl_context: ssl.SSLContext | None = None,
 ) -> httpx.AsyncClient:
-    """A client whose every connection goes through the check, or to one Unix socket."""
-    if ssl_context is None and socket_path is None:
-        ssl_context = httpx.create_ssl_context()  # honours SSL_CERT_FILE: companies have own CAs
+    """An httpx client over `pool`, for whatever is no hot path. It reaches that server alone."""
+    made = pool(
+        base_url,
+        allow_private=allow_private,
+        max_connections=max_connections,
+        ssl_context=ssl_context,
+    )
+    url, _ = split_base_url(base_url)
     return httpx.AsyncClient(
-        transport=EgressTransport(
-            socket_path=socket_path,
-            allow_private=allow_private,
-            max_connections=max_connections,
-            ssl_context=ssl_context,
-        ),
-        trust_env=False,
-        follow_redirects=False,
+        transport=EgressTransport(made, httpx.URL(url)), trust_env=False, follow_redirects=False
     )
 
 
-class CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Opens sockets to checked addresses only."""
-
-    def __init__(
-        self, *, allow_private: bool, network: httpcore.AsyncNetworkBackend | None = None
-    ) -> None:
-        self._allow_private = allow_private
-        self._network = network or httpcore.AnyIOBackend()
-
-    @override
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Tries each address of the host within one `timeout`, and names none of them."""
-        failure: Exception = httpcore.ConnectError("no connection")
-        try:
-            async with asyncio.timeout(timeout):
-                addresses = await self._resolve(host, port)
-                # A share each, so that one address that swallows packets leaves time for the next.
-                share_s = None if timeout is None else timeout / len(addresses)
-                for address in addresses:
-                    try:
-                        return await self._network.connect_tcp(
-                            address, port, share_s, local_address, socket_options
-                        )
-                    except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                        failure = error
-        except TimeoutError as error:
-            raise httpcore.ConnectTimeout("no connection in time") from error
-        raise failure
-
-    @override
-    async def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        return await self._network.connect_unix_socket(path, timeout)
-
-    @override
-    async def sleep(self, seconds: float) -> None:
-        await self._network.sleep(seconds)
-
-    async def _resolve(self, host: str, port: int) -> list[str]:
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise httpcore.ConnectError("the host cannot be resolved") from error
-        addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
-        if not addresses:
-            raise httpcore.ConnectError("the host has no address")
-        if not self._allow_private and any(map(is_internal, addresses)):
-            raise EgressRefused("the host resolves to an internal address")
-        return addresses
-
-
 class EgressTransport(httpx.AsyncBaseTransport):
-    """httpcore's pool behind httpx's interface, over the checked network."""
+    """One server's pool behind httpx's interface."""
 
-    def __init__(
-        self,
-        *,
-        socket_path: str | None = None,
-        allow_private: bool = False,
-        max_connections: int = 256,
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=ssl_context,
-            max_connections=max_connections,
-            max_keepalive_connections=max_connections,
-            keepalive_expiry=KEEPALIVE_S,
-            uds=socket_path,
-            network_backend=CheckedNetwork(allow_private=allow_private),
-            socket_options=None if socket_path else _SOCKET_OPTIONS,
-        )
+    def __init__(self, pool: Pool, base_url: httpx.URL) -> None:
+        self._pool = pool
+        self._netloc = base_url.scheme, base_url.netloc
 
     @override
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
-        with _mapping_httpcore_errors():
-            response = await self._pool.handle_async_request(
-                httpcore.Request(
-                    method=request.method,
-                    url=httpcore.URL(
-                        scheme=url.raw_scheme,
-                        host=url.raw_host,
-                        port=url.port,
-                        target=url.raw_path,
-                    ),
-                    headers=request.headers.raw,
-                    content=request.stream,
-                    extensions=request.extensions,
-                )
+        if (url.scheme, url.netloc) != self._netloc:
+            raise httpx.UnsupportedProtocol("this client reaches one server, and another was asked")
+        limits = request.extensions.get("timeout", {})
+        read_s = limits.get("read") or _FOREVER_S
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await self._pool.send(
+                Request(
+                    method=request.method.encode("ascii"),
+                    target=url.raw_path,
+                    headers=[
+                        (name, value)
+                        for name, value in request.headers.raw
+                        if name.lower() not in (b"content-length", b"transfer-encoding")
+                    ],
+                    body=await request.aread(),
+                    connect_s=limits.get("connect"),
+                ),
+                until=loop.time() + read_s,
             )
+        except TimeoutError:
+            raise httpx.ReadTimeout("no answer in time") from None
         return httpx.Response(
-            status_code=response.status,
-            headers=response.headers,
-            stream=_Body(response),
-            extensions=response.extensions,
+            answer.status, headers=list(answer.headers.items()), stream=_Body(answer, read_s)
         )
 
     @override
     async def aclose(self) -> None:
         await self._pool.aclose()
 
-    @override
-    async def __aenter__(self) -> Self:
-        return self
-
-    @override
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        await self.aclose()
-
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, response: httpcore.Response) -> None:
-        self._response = response
+    def __init__(self, answer: Answer, read_s: float) -> None:
+        self._answer = answer
+        self._read_s = read_s
 
     @override
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        with _mapping_httpcore_errors():
-            async for piece in self._response.aiter_stream():
+        loop = asyncio.get_running_loop()
+        try:
+            while piece := await self._answer.read(loop.time() + self._read_s):
                 yield piece
+        except TimeoutError:
+            raise httpx.ReadTimeout("the answer stood still") from None
 
     @override
     async def aclose(self) -> None:
-        with _mapping_httpcore_errors():
-            await self._response.aclose()
-
-
-# httpcore's leaves have the names of httpx's; a test asserts that each is here.
-HTTPX_OF_HTTPCORE: Final[dict[type[Exception], type[httpx.TransportError]]] = {
-    httpcore.ConnectTimeout: httpx.ConnectTimeout,
-    httpcore.ReadTimeout: httpx.ReadTimeout,
-    httpcore.WriteTimeout: httpx.WriteTimeout,
-    httpcore.PoolTimeout: httpx.PoolTimeout,
-    httpcore.TimeoutException: httpx.TimeoutException,
-    httpcore.ConnectError: httpx.ConnectError,
-    httpcore.ReadError: httpx.ReadError,
-    httpcore.WriteError: httpx.WriteError,
-    httpcore.NetworkError: httpx.NetworkError,
-    httpcore.ProxyError: httpx.ProxyError,
-    httpcore.UnsupportedProtocol: httpx.UnsupportedProtocol,
-    httpcore.LocalProtocolError: httpx.LocalProtocolError,
-    httpcore.RemoteProtocolError: httpx.RemoteProtocolError,
-    httpcore.ProtocolError: httpx.ProtocolError,
-}
-
-
-@contextmanager
-def _mapping_httpcore_errors() -> Iterator[None]:
-    try:
-        yield
-    except tuple(HTTPX_OF_HTTPCORE) as error:
-        for known in type(error).__mro__:
-            if known in HTTPX_OF_HTTPCORE:
-                raise HTTPX_OF_HTTPCORE[known](str(error)) from error
-        raise
+        self._answer.close()

@@ -1,4 +1,4 @@
-"""Any server that speaks the OpenAI API, over httpx: our engine, vLLM, and the vendors.
+"""Any server that speaks the OpenAI API: our engine, vLLM, and the vendors.
 
 It carries bytes: the client's body goes up and the answer comes down unchanged (`wire` says what
 must change and what must be read). It never logs a body, a key or a URL and puts none of them
@@ -9,7 +9,7 @@ error has yielded exactly one `Final`, and closing it closes the upstream's conn
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from decimal import Decimal
 from importlib import metadata
 from typing import Final, Literal
@@ -25,13 +25,13 @@ from backends.base import (
     BackendTruncated,
     BackendUnavailable,
     ChatRequest,
-    Chunk,
     Event,
     Phase,
 )
 from backends.deadlines import Deadlines, timed_out
 from backends.settings import BackendSettings
 from backends.sse import EventTooLarge, SSEParser
+from backends.transport import Answer, Client, Header, Request
 from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
 from telemetry.usage import UsageSource
@@ -75,7 +75,7 @@ def step_times(exposition: str) -> StepTimes | None:
 
 
 class OpenAICompatible:
-    """One upstream. `client` is its own (`egress.client`) and closed with it.
+    """One upstream. `client` is its own (`egress.pool`) and closed with it.
 
     `is_engine`: ours, so it gets `cache_salt` and `priority`, and its times are believed.
     """
@@ -84,7 +84,7 @@ class OpenAICompatible:
         self,
         settings: BackendSettings,
         api_key: str | None,
-        client: httpx.AsyncClient,
+        client: Client,
         *,
         normalise: wire.Normalise,
         provider: str = "openai",
@@ -102,22 +102,27 @@ class OpenAICompatible:
         self._max_answer_bytes = max_answer_bytes
         self._max_event_bytes = max_event_bytes
         base_url, _ = egress.split_base_url(settings.base_url or "")
-        self._urls = {surface: httpx.URL(base_url + path) for surface, path in _PATHS.items()}
-        self._base_url = base_url
-        self._ready_url = httpx.URL(base_url).join("/health" if is_engine else base_url + "/models")
-        self._forwards_trace = is_engine or settings.allow_private  # never to third parties
-        self._headers = {
-            "host": self._ready_url.netloc.decode("ascii"),
-            "content-type": "application/json",
-            "user-agent": user_agent(),
-            "accept-encoding": "identity",  # what is not encoded needs no second copy
+        url = httpx.URL(base_url)
+        self._base_path = url.raw_path.removesuffix(b"/")
+        self._targets = {
+            surface: self._base_path + path.encode() for surface, path in _PATHS.items()
         }
-        self._secrets = [self._ready_url.netloc.decode("ascii"), self._ready_url.host]
+        self._ready_target = b"/health" if is_engine else self._base_path + b"/models"
+        self._forwards_trace = is_engine or settings.allow_private  # never to third parties
+        headers: list[Header] = [
+            (b"host", url.netloc),
+            (b"content-type", b"application/json"),
+            (b"user-agent", user_agent().encode()),
+            (b"accept-encoding", b"identity"),  # what is not encoded needs no second copy
+        ]
+        self._secrets = [url.netloc.decode("ascii"), url.host]
         if api_key is not None:
             if not api_key.isascii() or not api_key.isprintable():
                 raise ValueError(f"the key of backend {self.name} holds a line break or the like")
-            self._headers["authorization"] = f"Bearer {api_key}"
+            headers.append((b"authorization", f"Bearer {api_key}".encode()))
             self._secrets.insert(0, api_key)
+        self._headers_whole = [*headers, (b"accept", b"application/json")]
+        self._headers_stream = [*headers, (b"accept", b"text/event-stream")]
 
     async def chat(self, request: ChatRequest, /) -> AsyncIterator[Event]:
         """The attempt. See `backends.base` for the order of events."""
@@ -129,118 +134,121 @@ class OpenAICompatible:
             usage_source=UsageSource.ENGINE if self._is_engine else UsageSource.REPORTED,
             scrub=self._scrub,
         )
-        with mapping_httpx_errors(request, backend=self.name, stage="request"):
-            response = await deadlines.wait(
-                self._client.send(self._request(request, body), stream=True)
-            )
+        answer: Answer | None = None
         try:
-            with mapping_httpx_errors(request, backend=self.name, stage="answer"):
-                pieces = aiter(response.stream)  # type: ignore[arg-type]  # of an AsyncClient
-                await self._check(response, pieces, is_stream=request.stream)
-                provider_request_id = wire.label(response.headers.get("x-request-id"))
-                if not request.stream:
-                    data = await self._read(pieces, deadlines)
-                    yield reader.whole(data)
-                    yield reader.final(provider_request_id=provider_request_id)
-                    return
-                parser = SSEParser(max_event_bytes=self._max_event_bytes)
-                is_open = True
-                while is_open:
-                    piece = await deadlines.next(pieces)
-                    if piece is None:
+            answer = await self._client.send(self._request(request, body), until=deadlines.at)
+            await self._check(answer, is_stream=request.stream)
+            provider_request_id = _label(answer.headers.get(b"x-request-id"))
+            if not request.stream:
+                data = await self._read(answer, deadlines.at)
+                yield reader.whole(data)
+                yield reader.final(provider_request_id=provider_request_id)
+                return
+            parser = SSEParser(max_event_bytes=self._max_event_bytes)
+            is_open = True
+            while is_open:
+                piece = await answer.read(deadlines.at)
+                is_open = bool(piece)
+                events = parser.feed(piece) if piece else parser.end()
+                if not events:
+                    deadlines.check()  # comments, however many, are no answer
+                for event in events:
+                    if event.data == wire.DONE:
                         is_open = False
-                        events = parser.end()
-                    else:
-                        events = parser.feed(piece)
-                    for event in events:
-                        data = event.data
-                        if data == wire.DONE:
-                            is_open = False
-                            break
-                        if event.event == "error":
-                            raise reader.failure(data)
-                        chunk = self._chunk(reader, data, is_cut=piece is None)
-                        if chunk is None:
-                            continue
+                        break
+                    if event.event == "error":
+                        raise reader.failure(event.data)
+                    try:
+                        chunk = reader.chunk(event.data)
+                    except BackendProtocol as error:
+                        if piece:
+                            raise
+                        raise BackendTruncated(  # no blank line closed it: it is half of one
+                            "the upstream's stream was cut inside an event", backend=self.name
+                        ) from error
+                    if chunk is not None:
                         yield chunk
                         deadlines.progressed(has_content=chunk.content_bytes > 0)
-                final = reader.final(provider_request_id=provider_request_id)
-                await self._exhaust(pieces)
-                yield final
+            final = reader.final(provider_request_id=provider_request_id)
+            await self._exhaust(answer)
+            yield final
+        except _HTTPX_ERRORS as error:
+            stage: Stage = "request" if answer is None else "answer"
+            raise translated(error, request, self.name, stage) from None
+        except TimeoutError:
+            raise deadlines.expired() from None
         except EventTooLarge as error:
             raise BackendProtocol(
                 "the upstream sent an event larger than the limit", backend=self.name
             ) from error
         finally:
-            await response.aclose()
+            if answer is not None:
+                answer.close()
 
     async def is_ready(self) -> bool:
         """Our engine: its health route. Others: whether they list their models for our key."""
-        headers = {**self._headers, "accept": "application/json"}
+        request = Request(
+            method=b"GET", target=self._ready_target, headers=self._headers_whole, connect_s=READY_S
+        )
         try:
-            async with asyncio.timeout(READY_S):
-                request = httpx.Request("GET", self._ready_url, headers=headers)
-                response = await self._client.send(request, stream=True)
-                await response.aclose()
+            until = asyncio.get_running_loop().time() + READY_S
+            answer = await self._client.send(request, until=until)
         except (httpx.HTTPError, TimeoutError):
             return False
-        return response.status_code == 200
+        with contextlib.closing(answer):
+            await self._read_error(answer)  # so that the connection can be used again
+            return answer.status == 200
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    def _request(self, request: ChatRequest, body: bytes) -> httpx.Request:
-        """Built by hand, not by the client: nothing but these headers goes up, and no cookie."""
-        headers = {
-            **self._headers,
-            "accept": "text/event-stream" if request.stream else "application/json",
-            "x-request-id": request.request_id,
-        }
+    def _request(self, request: ChatRequest, body: bytes) -> Request:
+        """Nothing but these headers goes up, and no cookie."""
+        headers = [
+            *(self._headers_stream if request.stream else self._headers_whole),
+            (b"x-request-id", request.request_id.encode()),
+        ]
         if request.traceparent is not None and self._forwards_trace:
-            headers["traceparent"] = request.traceparent
-        connect_s = request.timeouts.connect_s
-        return httpx.Request(
-            "POST",
-            self._urls[request.surface],
+            headers.append((b"traceparent", request.traceparent.encode()))
+        return Request(
+            target=self._targets[request.surface],
             headers=headers,
-            content=body,
-            extensions={"timeout": {"connect": connect_s, "pool": connect_s}},
+            body=body,
+            connect_s=request.timeouts.connect_s,
         )
 
-    async def _check(
-        self, response: httpx.Response, pieces: AsyncIterator[bytes], *, is_stream: bool
-    ) -> None:
+    async def _check(self, answer: Answer, *, is_stream: bool) -> None:
         """Raise unless this is an answer of the kind that was asked for."""
-        status = response.status_code
-        headers = response.headers
+        status = answer.status
+        headers = answer.headers
         if 300 <= status < 400:
             raise BackendProtocol(
                 "the upstream redirects, and redirects are not followed",
                 backend=self.name,
                 status=status,
             )
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get(b"content-encoding", b"identity") != b"identity":
             raise BackendProtocol(
                 "the upstream encoded its answer though asked not to", backend=self.name
             )
         if status != 200:
-            body = await self._read_error(pieces)
+            body = await self._read_error(answer)
             raise wire.error_of_status(
                 status,
                 body,
                 backend=self.name,
                 retry_after_s=wire.retry_after_s(
-                    retry_after_ms=headers.get("retry-after-ms"),
-                    retry_after=headers.get("retry-after"),
+                    retry_after_ms=_text(headers.get(b"retry-after-ms")),
+                    retry_after=_text(headers.get(b"retry-after")),
                     now_s=self._clock.now_ns() / 1e9,
                 ),
                 scrub=self._scrub,
             )
-        content_type = headers.get("content-type", "")
-        if is_stream and content_type.startswith("application/json"):
-            raise self._not_a_stream(await self._read_error(pieces))
-        if content_type.startswith("text/html") or (
-            not is_stream and content_type.startswith("text/event-stream")
+        content_type = headers.get(b"content-type", b"")
+        if is_stream and content_type.startswith(b"application/json"):
+            raise self._not_a_stream(await self._read_error(answer))
+        if content_type.startswith(b"text/html") or (
+            not is_stream and content_type.startswith(b"text/event-stream")
         ):
             raise BackendProtocol(
                 "the upstream's answer is of another type than asked for", backend=self.name
@@ -253,54 +261,49 @@ class OpenAICompatible:
             "the upstream answered whole though a stream was asked for", backend=self.name
         )
 
-    async def _read(self, pieces: AsyncIterator[bytes], deadlines: Deadlines) -> bytes:
+    async def _read(self, answer: Answer, until: float) -> bytes:
         parts: list[bytes] = []
         size = 0
-        while (piece := await deadlines.next(pieces)) is not None:
+        while piece := await answer.read(until):
             parts.append(piece)
             size += len(piece)
             if size > self._max_answer_bytes:
                 raise BackendProtocol(
                     "the upstream's answer is larger than the limit", backend=self.name
                 )
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _read_error(self, pieces: AsyncIterator[bytes]) -> bytes:
+    async def _read_error(self, answer: Answer) -> bytes:
         """As much of an error's body as comes soon; its status is known without it."""
         parts: list[bytes] = []
         size = 0
+        until = asyncio.get_running_loop().time() + MAX_ERROR_S
         with contextlib.suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(MAX_ERROR_S):
-                async for piece in pieces:
-                    parts.append(piece)
-                    size += len(piece)
-                    if size > MAX_ERROR_BYTES:
-                        break
+            while size <= MAX_ERROR_BYTES and (piece := await answer.read(until)):
+                parts.append(piece)
+                size += len(piece)
         return b"".join(parts)
 
-    def _chunk(self, reader: wire.AnswerReader, data: bytes, *, is_cut: bool) -> Chunk | None:
-        """What the stream's last event says when no blank line closed it: it may be half of one."""
-        try:
-            return reader.chunk(data)
-        except BackendProtocol as error:
-            if not is_cut:
-                raise
-            raise BackendTruncated(
-                "the upstream's stream was cut inside an event", backend=self.name
-            ) from error
-
-    async def _exhaust(self, pieces: AsyncIterator[bytes]) -> None:
+    async def _exhaust(self, answer: Answer) -> None:
         """Read the few bytes that end the body, so that the connection can be used again."""
+        until = asyncio.get_running_loop().time() + MAX_UNREAD_S
         with contextlib.suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(MAX_UNREAD_S):
-                async for _ in pieces:
-                    pass
+            while await answer.read(until):
+                pass
 
     def _scrub(self, text: str) -> str:
         """Without our credential and the upstream's address."""
         for secret in self._secrets:
             text = text.replace(secret, "…")
         return text
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
+
+
+def _label(value: bytes | None) -> str | None:
+    return None if value is None else wire.label(value.decode("latin-1"))
 
 
 class EngineServer(OpenAICompatible):
@@ -311,7 +314,7 @@ class EngineServer(OpenAICompatible):
         self,
         settings: BackendSettings,
         api_key: str | None,
-        client: httpx.AsyncClient,
+        client: Client,
         *,
         normalise: wire.Normalise,
         provider: str = "openai",
@@ -329,36 +332,36 @@ class EngineServer(OpenAICompatible):
 
     async def cancel(self, request_id: str, /) -> bool:
         """Whether the engine knew the request and ends it now."""
-        url = httpx.URL(f"{self._base_url}/requests/{quote(request_id, safe='')}/cancel")
-        headers = {**self._headers, "accept": "application/json"}
+        target = b"%s/requests/%s/cancel" % (self._base_path, quote(request_id, safe="").encode())
+        request = Request(target=target, headers=self._headers_whole)
+        until = asyncio.get_running_loop().time() + CANCEL_S
         try:
-            async with asyncio.timeout(CANCEL_S):
-                request = httpx.Request("POST", url, headers=headers, content=b"")
-                response = await self._client.send(request, stream=True)
-                try:
-                    with contextlib.suppress(httpx.HTTPError):
-                        await response.aread()  # so that the connection can be used again
-                finally:
-                    await response.aclose()
-        except (httpx.HTTPError, httpx.StreamError, TimeoutError):
+            answer = await self._client.send(request, until=until)
+        except (httpx.HTTPError, TimeoutError):
             return False
-        return response.status_code == 200
+        with contextlib.closing(answer):
+            await self._read_error(answer)  # so that the connection can be used again
+            return answer.status == 200
 
     async def step_times(self) -> StepTimes | None:
         """What its step clock shows. None: it does not answer now, or is not warmed up."""
+        request = Request(
+            method=b"GET", target=b"/metrics", headers=self._headers_whole, connect_s=READY_S
+        )
         try:
-            async with asyncio.timeout(READY_S):
-                url = self._ready_url.join("/metrics")
-                request = httpx.Request("GET", url, headers=self._headers)
-                response = await self._client.send(request)
-        except (httpx.HTTPError, TimeoutError):
+            until = asyncio.get_running_loop().time() + READY_S
+            answer = await self._client.send(request, until=until)
+            with contextlib.closing(answer):
+                text = await self._read(answer, until)
+        except (httpx.HTTPError, TimeoutError, BackendProtocol):
             return None
-        return step_times(response.text) if response.status_code == 200 else None
+        return step_times(text.decode()) if answer.status == 200 else None
 
 
 # --- httpx's exceptions -----------------------------------------------------------------------
 
 Meaning = Literal["unavailable", "connect", "total", "lost", "protocol", "defect"]
+Stage = Literal["request", "answer"]
 
 # `lost`: the connection ended. Before the answer began that is a failure; inside it, a cut.
 MEANING_OF_HTTPX: Final[dict[type[Exception], Meaning]] = {
@@ -394,21 +397,9 @@ MEANING_OF_HTTPX: Final[dict[type[Exception], Meaning]] = {
 _HTTPX_ERRORS: Final = tuple(MEANING_OF_HTTPX)
 
 
-@contextlib.contextmanager
-def mapping_httpx_errors(
-    request: ChatRequest, *, backend: str, stage: Literal["request", "answer"]
-) -> Iterator[None]:
-    """Translate what httpx raises. Its own messages may hold URLs and header values: the
-    translation is raised `from None`, so that no traceback prints them."""
-    try:
-        yield
-    except _HTTPX_ERRORS as error:
-        raise _translated(error, request, backend, stage) from None
-
-
-def _translated(
-    error: Exception, request: ChatRequest, backend: str, stage: Literal["request", "answer"]
-) -> BackendError:
+def translated(error: Exception, request: ChatRequest, backend: str, stage: Stage) -> BackendError:
+    """Ours for httpx's. Its own messages may hold URLs and header values: raise the translation
+    `from None`, so that no traceback prints them."""
     known = next(kind for kind in type(error).__mro__ if kind in MEANING_OF_HTTPX)
     meaning = MEANING_OF_HTTPX[known]
     if meaning == "unavailable":

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import httpx
-
 from backends import egress
 from backends.base import Backend
 from backends.settings import BackendKind, BackendSettings, EngineSettings
+from backends.transport import Client
 from telemetry import usage
 
 if TYPE_CHECKING:
@@ -84,12 +83,11 @@ def _scripted(settings: BackendSettings, _: str | None) -> Backend:
     return Scripted(settings, normalise=usage.from_openai)
 
 
-def _client(settings: BackendSettings) -> httpx.AsyncClient:
+def _client(settings: BackendSettings) -> Client:
     if settings.base_url is None:
         raise ValueError(f"backend {settings.name} needs a base_url")
-    _, socket_path = egress.split_base_url(settings.base_url)
-    return egress.client(
-        socket_path=socket_path,
+    return egress.pool(
+        settings.base_url,
         allow_private=settings.allow_private,
         max_connections=settings.max_concurrency,
     )

@@ -1,6 +1,6 @@
 """The scripted backend: fixed latencies, tokens and failures, and books of its own.
 
-`Script` says what it plays. In process it is a transport under `OpenAICompatible`, so that the
+`Script` says what it plays. In process it is a client under `OpenAICompatible`, so that the
 code that carries real upstreams carries it too; as `python -m backends.scripted` it is a server
 on 127.0.0.1 that outlives a killed gateway. Invariants: one content chunk is one token; the books
 hold every token generated, written before the token is handed over.
@@ -18,12 +18,12 @@ from typing import Any, Final
 import httpx
 import msgspec
 from msgspec import Struct, structs
-from typing_extensions import override
 
 from backends import wire
 from backends.base import ChatRequest, Event
 from backends.openai_compat import OpenAICompatible
 from backends.settings import BackendSettings, Script
+from backends.transport import Request
 from telemetry.clock import Clock, SystemClock
 from telemetry.record import Surface
 
@@ -330,7 +330,7 @@ async def _once(body: bytes) -> AsyncIterator[bytes]:
 
 
 class Scripted:
-    """The backend of kind `scripted`: `OpenAICompatible` over a transport that plays the script."""
+    """The backend of kind `scripted`: `OpenAICompatible` over a client that plays the script."""
 
     def __init__(
         self, settings: BackendSettings, *, normalise: wire.Normalise, clock: Clock | None = None
@@ -341,7 +341,7 @@ class Scripted:
         self._backend = OpenAICompatible(
             structs.replace(settings, base_url="http://scripted.invalid/v1"),
             None,
-            httpx.AsyncClient(transport=_PlayerTransport(self.player), trust_env=False),
+            _PlayerClient(self.player),
             normalise=normalise,
             provider=self.provider,
             clock=clock,
@@ -362,32 +362,40 @@ class Scripted:
         self.books.close()
 
 
-class _PlayerTransport(httpx.AsyncBaseTransport):
+class _PlayerClient:
+    """What `Pool` is for sockets: the script's answers to requests."""
+
     def __init__(self, player: Player) -> None:
         self._player = player
 
-    @override
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def send(self, request: Request, *, until: float) -> "_Played":
         surface: Surface = (
-            "chat" if request.url.path.endswith("/chat/completions") else "completions"
+            "chat" if request.target.endswith(b"/chat/completions") else "completions"
         )
-        reply = self._player.reply(
-            surface, await request.aread(), request.headers.get("x-request-id")
-        )
-        return httpx.Response(reply.status, headers=reply.headers, stream=_Played(reply.pieces))
+        request_id = dict(request.headers).get(b"x-request-id", b"").decode()
+        return _Played(self._player.reply(surface, request.body, request_id or None))
+
+    async def aclose(self) -> None:
+        pass
 
 
-class _Played(httpx.AsyncByteStream):
-    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
-        self._pieces = pieces
+class _Played:
+    """One answer of the script."""
 
-    @override
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    def __init__(self, reply: Reply) -> None:
+        self.status = reply.status
+        self.headers = {name.encode(): value.encode() for name, value in reply.headers.items()}
+        self._pieces = reply.pieces
+
+    async def read(self, until: float) -> bytes:
         try:
-            async for piece in self._pieces:
-                yield piece
+            async with asyncio.timeout_at(until):
+                return await anext(self._pieces, b"")
         except Cut:
             raise httpx.RemoteProtocolError("cut by the script") from None
+
+    def close(self) -> None:
+        pass  # the script plays only while it is read
 
 
 # --- as a server ------------------------------------------------------------------------------

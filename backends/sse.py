@@ -51,8 +51,12 @@ class SSEParser:
             and len(chunk) <= self._max_event_bytes
             and b"\r" not in chunk
         ):
+            lines = chunk.count(b"\n")
+            if lines == 2 and not self._id:  # one event, as streams are when nobody is behind
+                self._at_start = self._after_cr = False
+                return [ServerEvent(chunk[6:-2])]
             payloads = chunk[6:-2].split(_SEPARATOR)
-            if chunk.count(b"\n") == 2 * len(payloads):  # each event is one `data` line
+            if lines == 2 * len(payloads):  # each event is one `data` line
                 self._at_start = self._after_cr = False
                 if self._id:
                     return [ServerEvent(data, "message", self._id) for data in payloads]

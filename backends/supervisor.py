@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 EXIT_CONFIGURATION: Final = 2
 SOCKET_PATH_BYTES: Final = 107  # sun_path of unix(7), less the closing NUL
+LINES_HELD: Final = 100
 LINE_BYTES: Final = 2_000  # of a line of the engine's stderr that is kept
 
 # Runs in the child before the engine: ask the kernel to kill it when its parent dies (prctl(2),
@@ -126,6 +128,8 @@ class EngineProcess:
         self._state = EngineState(phase="starting")
         self._changed = asyncio.Condition()
         self._keeper: asyncio.Task[None] | None = None
+        self._answers = False  # it has listened once: its settings and its model's file are good
+        self._unsaid: deque[str] = deque(maxlen=LINES_HELD)
         self._last_line: str | None = None  # of the running child's stderr
         self._verdict: str | None = None  # why we killed it
         self._ready_ns: int | None = None  # since when it is ready
@@ -142,6 +146,16 @@ class EngineProcess:
         """Begin to keep it alive, in the background. Once."""
         assert self._keeper is None, "started twice"
         self._keeper = asyncio.create_task(self._keep(), name=f"engine {self.name}")
+
+    async def wait_checked(self, timeout_s: float) -> bool:
+        """Wait until it has checked its settings and its model's file, which it does before it
+        listens: what an operator must mend is known then. False: it refused, or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: self._answers or self._state.phase in ("failed", "stopped")
+                )
+        return self._answers
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Wait until it is ready, has failed for good, or time is up. Whether it is ready."""
@@ -180,9 +194,13 @@ class EngineProcess:
                 self._verdict or self._last_line or f"the engine ended with exit code {exit_code}"
             )
             if exit_code == EXIT_CONFIGURATION:
-                _log.error("engine misconfigured", extra={"engine": self.name, "reason": reason})
+                if restarts:  # at the first start whoever waits for its check tells it
+                    _log.error(
+                        "engine misconfigured", extra={"engine": self.name, "reason": reason}
+                    )
                 await self._become(EngineState(phase="failed", reason=reason, restarts=restarts))
                 return
+            self._speak()
             failures = 1 if self._ready_s() >= self._patience.stable_s else failures + 1
             restarts += 1
             await self._become(EngineState(phase="restarting", reason=reason, restarts=restarts))
@@ -246,7 +264,8 @@ class EngineProcess:
         """Ask for its health; kill it when it loads too long or hangs."""
         patience = self._patience
         deadline_ns = self._clock.monotonic_ns() + round(patience.load_s * 1e9)
-        async with egress.client(socket_path=str(self.socket_path), max_connections=1) as client:
+        base_url = f"{egress.UNIX_SCHEME}{self.socket_path}"
+        async with egress.client(base_url, max_connections=1) as client:
             while True:
                 is_healthy = await self._is_healthy(client)
                 now_ns = self._clock.monotonic_ns()
@@ -275,6 +294,11 @@ class EngineProcess:
                 response = await client.get(f"http://{egress.UNIX_HOST}/health")
         except (httpx.HTTPError, TimeoutError):
             return False
+        if not self._answers:  # it listens, so it has checked what it was given
+            self._answers = True
+            self._speak()
+            async with self._changed:
+                self._changed.notify_all()
         return response.status_code == 200
 
     async def _forward(self, stderr: asyncio.StreamReader) -> None:
@@ -293,7 +317,16 @@ class EngineProcess:
         text = line[:LINE_BYTES].decode("utf-8", "replace").strip()
         if text:
             self._last_line = text
+            self._unsaid.append(text)
+            if self._answers:
+                self._speak()
+
+    def _speak(self) -> None:
+        """Log what it said. Held back until it has passed its own check: what it says in refusing
+        to start is for whoever waits for that."""
+        for text in self._unsaid:
             _log.info("engine says", extra={"engine": self.name, "line": text})
+        self._unsaid.clear()
 
     async def _stop(self, child: asyncio.subprocess.Process) -> None:
         if child.returncode is not None:

@@ -57,7 +57,7 @@ def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> byt
 
     `model` becomes the backend's name for it; `stream` what the gateway decided; a stream always
     asks for its usage; our engine gets `cache_salt` and `priority` from us and never from the
-    client. Where a key is given twice the last one wins, for us and for the upstream alike: else
+    client, and a salt that a client sends to any other server is replaced by its tenant's. Where a key is given twice the last one wins, for us and for the upstream alike: else
     a body could pass our checks as one request and be answered as another.
     """
     try:
@@ -80,6 +80,8 @@ def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> byt
                 changes[key] = value
             else:
                 is_pruned |= fields.pop(key, None) is not None
+    elif "cache_salt" in fields and request.cache_salt:  # a chosen salt is another's cache
+        changes["cache_salt"] = request.cache_salt
     if not changes and not is_pruned and _is_each_key_once(request.body, fields):
         return request.body
     return _encode({**fields, **changes})
@@ -144,12 +146,16 @@ class _Choice(Struct, gc=False):
     finish_reason: str | None = None
 
 
+_ABSENT: Final = Raw()
+_NULL: Final = b"null"
+
+
 class _View(Struct, gc=False):
     """What we must know of an answer or a chunk; everything else stays in its bytes."""
 
     choices: list[_Choice] | None = None
-    usage: Raw = Raw()
-    error: Raw = Raw()
+    usage: Raw = _ABSENT
+    error: Raw = _ABSENT
     id: Any = None
     model: Any = None
     service_tier: Any = None
@@ -190,8 +196,7 @@ class AnswerReader:
         what an error event says, BackendProtocol for anything that is not a chunk."""
         view = self._read(data)
         choices = view.choices
-        usage = bytes(view.usage)
-        if usage not in _NOTHING:
+        if view.usage is not _ABSENT and (usage := bytes(view.usage)) != _NULL:
             self._usage = usage  # cumulative where it comes often: the last one counts
             if not choices:
                 self._usage_chunk = data
@@ -199,8 +204,9 @@ class AnswerReader:
         content_bytes = 0
         if choices:
             for choice in choices:
-                if choice.delta is not None:
-                    content_bytes += _message_bytes(choice.delta)
+                delta = choice.delta
+                if delta is not None:
+                    content_bytes += _message_bytes(delta)
                 elif choice.text:
                     content_bytes += _text_bytes(choice.text)
                 if choice.finish_reason is not None or choice.index not in self._finish_reasons:
@@ -212,8 +218,7 @@ class AnswerReader:
         view = self._read(data)
         if view.choices is None:
             raise BackendProtocol("the upstream's answer has no choices", backend=self._backend)
-        usage = bytes(view.usage)
-        if usage not in _NOTHING:
+        if view.usage is not _ABSENT and (usage := bytes(view.usage)) != _NULL:
             self._usage = usage
         content_bytes = 0
         for choice in view.choices:
@@ -262,7 +267,7 @@ class AnswerReader:
             raise BackendProtocol(
                 "the upstream sent something that is no OpenAI answer", backend=self._backend
             ) from error
-        if bytes(view.error) not in _NOTHING:
+        if view.error is not _ABSENT and bytes(view.error) != _NULL:
             raise self.failure(data)
         if self._id is None:
             self._id = label(view.id)

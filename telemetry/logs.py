@@ -6,6 +6,7 @@ show itself, and every finished line passes `mask` as the last net. An event tha
 so many a minute, so that an outage never becomes a flood. All loggers, libraries' too, end here.
 """
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -93,7 +94,10 @@ def log_request(record: RequestRecord) -> None:
     """The line of a settled request: its facts, never its content."""
     level = logging.WARNING if record.outcome in FAILURES else logging.INFO
     if request_log.isEnabledFor(level):
-        request_log.log(level, "request", extra=request_fields(record))
+        # Not `request_log.log`: it walks the stack for a file and line that no line of ours shows.
+        line = logging.LogRecord(request_log.name, level, "", 0, "request", None, None)
+        line.__dict__.update(request_fields(record))
+        request_log.handle(line)
 
 
 def request_fields(record: RequestRecord) -> dict[str, Any]:
@@ -166,7 +170,12 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
-        for name, value in fields_of(record).items():
+        fields = fields_of(record)
+        if record.name == request_log.name:  # one a request: its fields are of plain types
+            line.update(fields)
+            with contextlib.suppress(UnicodeEncodeError):
+                return mask(self._encoder.encode(line).decode())
+        for name, value in fields.items():
             line[name if name not in line else f"{name}_"] = _plain(value)
         if record.exc_info is not None and record.exc_info[0] is not None:
             line["exc"] = _utf8("".join(traceback.format_exception(*record.exc_info)))

@@ -20,6 +20,8 @@ _CREDENTIALS = re.compile(
 
 def mask(text: str) -> str:
     """The text without what looks like a key, a bearer token or the password of a URL."""
+    if "sk-" not in text and "://" not in text and "bearer" not in text.lower():
+        return text  # a search for each alternative at each place costs 30 times as much
     return _CREDENTIALS.sub(_masked, text)
 
 

@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from litestar import asgi
@@ -71,28 +71,33 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         return
     sending = _Sending(send)
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
+    await _while_connected(_answer(gateway, call, sending), receive, call.presence, sending)
+
+
+async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
+    """The whole life of a request that was read. Settles it, and raises nothing."""
     try:
-        async with _connected(receive, call.presence):
-            answer = await gateway.complete(call)
-            if answer.asked.stream:
-                await _stream(answer, sending)
-            else:
-                await _whole(answer, sending)
+        answer = await gateway.complete(call)
+        if answer.asked.stream:
+            await _stream(answer, sending)
+        else:
+            await _whole(answer, sending)
     except ClientGone:
         pass  # settled; there is no one left to answer
     except GatewayError as error:
         if sending.started:
             await _end_in_band(sending, error)
         else:
-            await problems.send_problem(send, error, request_id, close=call.fault is not None)
+            await sending.problem(error, call.request_id, close=call.fault is not None)
     except asyncio.CancelledError:
-        # Told to stop, by the server that is shutting down. Settled already; what is left is to
-        # say so, and then this task ends as it was told to.
-        shutdown = Draining("The gateway is shutting down. Retry the request.")
-        await _tell(sending, shutdown, request_id)
+        # Settled already. The client has left; or we were told to stop, by the server that is
+        # shutting down: then what is left is to say so, and this task ends as it was told to.
+        if not call.presence.gone:
+            shutdown = Draining("The gateway is shutting down. Retry the request.")
+            await _tell(sending, shutdown, call.request_id)
     except Exception:
-        log.exception("request_failed", extra={"request_id": request_id})
-        await _tell(sending, Internal(problems.OUR_SIDE), request_id)
+        log.exception("request_failed", extra={"request_id": call.request_id})
+        await _tell(sending, Internal(problems.OUR_SIDE), call.request_id)
 
 
 async def _tell(sending: "_Sending", error: GatewayError, request_id: str) -> None:
@@ -100,25 +105,32 @@ async def _tell(sending: "_Sending", error: GatewayError, request_id: str) -> No
     if sending.started:
         await _end_in_band(sending, error)
     else:
-        await problems.send_problem(sending.send, error, request_id, close=True)
+        await sending.problem(error, request_id, close=True)
 
 
 class _Sending:
-    """Whether the head has gone out: before it an error has a status, after it an event."""
+    """Whether the head has gone out: before it an error has a status, after it an event. And
+    whether the answer is out to its end: then a client that leaves leaves nothing undone."""
 
-    __slots__ = ("send", "started", "streams")
+    __slots__ = ("ended", "send", "started", "streams")
 
     def __init__(self, send: Send) -> None:
         self.send = send
         self.started = False
         self.streams = False
+        self.ended = False
 
     async def head(self, status: int, headers: list[tuple[bytes, bytes]], *, streams: bool) -> None:
         self.started = True
         self.streams = streams
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
+    async def problem(self, error: GatewayError, request_id: str, *, close: bool) -> None:
+        self.started = self.ended = True
+        await problems.send_problem(self.send, error, request_id, close=close)
+
     async def body(self, data: bytes, *, more: bool) -> None:
+        self.ended = not more
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
 
@@ -207,34 +219,50 @@ def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:
     return text if text.isprintable() else None
 
 
-@contextlib.asynccontextmanager
-async def _connected(receive: Receive, presence: Presence) -> AsyncIterator[None]:
-    """End the body when the client leaves; ClientGone comes out. If the backend can be asked to
-    stop, the body ends by itself with the backend's report; else, or when that takes too long, it
-    sees an ordinary cancellation, and `presence.gone` says why."""
-    scope = asyncio.timeout(None)
-    loop = asyncio.get_running_loop()
-
-    async def watch() -> None:
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                presence.gone = True
-                scope.reschedule(loop.time() + REPORT_S)
-                if not await presence.ask_to_stop() and not scope.expired():
-                    scope.reschedule(loop.time())
-                return
-
-    watcher = loop.create_task(watch())
+async def _while_connected(
+    work: Coroutine[Any, Any, None], receive: Receive, presence: Presence, sending: _Sending
+) -> None:
+    """Run `work` to its end, in a task of its own: each step of a task walks all that awaits below
+    it, and a stream's steps are many. Meanwhile this task waits for the client to leave. Then, if
+    the backend can be asked to stop, `work` ends by itself with the backend's report; else, or when
+    that takes too long, it sees an ordinary cancellation, and `presence.gone` says why."""
+    task = asyncio.get_running_loop().create_task(work)
     try:
-        async with scope:
-            yield
-    except TimeoutError:
-        if presence.gone:
-            raise ClientGone("The client left.") from None
-        raise
+        await asyncio.sleep(0)  # it begins, so that a cancellation finds it inside its scopes
+        await _until_left_or_done(receive, task, sending)
+        if not task.done() and not sending.ended:
+            presence.gone = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    if await presence.ask_to_stop():
+                        await asyncio.wait((task,))
+            task.cancel()
+        await task
     finally:
-        watcher.cancel()
+        if not task.done():  # told to stop ourselves
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _until_left_or_done(
+    receive: Receive, task: "asyncio.Task[None]", sending: _Sending
+) -> None:
+    """Return when the client has left or the answer is out: ASGI says `http.disconnect` for both.
+    For work that ends and leaves its answer unfinished nothing is said: then `task` says it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as waiting:
+
+            def done(_: object) -> None:
+                if not sending.ended and not is_over:
+                    waiting.reschedule(asyncio.get_running_loop().time())
+
+            is_over = False
+            task.add_done_callback(done)
+            try:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            finally:
+                is_over = True
 
 
 async def _whole(answer: Answer, sending: _Sending) -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, cast
 
-import httpcore
+import httpx
 import pytest
 
-from backends.egress import CheckedNetwork, EgressRefused, is_internal, split_base_url
+from backends.egress import Address, Dialer, EgressRefused, is_internal, split_base_url
+from backends.transport import Connection, Origin
 
 
 @pytest.mark.parametrize(
@@ -93,28 +94,42 @@ class _Names:
 
     async def __call__(self, host: str, port: int, **_: Any) -> list[Any]:
         addresses = self.answers.pop(0)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in addresses]
+        return [
+            (socket.AF_INET6 if ":" in a else socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port))
+            for a in addresses
+        ]
 
 
-class _Sockets(httpcore.AsyncNetworkBackend):
-    """Records where sockets would have been opened; some addresses do not answer."""
+class _Sockets:
+    """Records where sockets would have been opened; some addresses refuse, some never answer."""
 
-    def __init__(self, *dead: str) -> None:
+    def __init__(self, *dead: str, silent: str = "") -> None:
         self.dead = dead
+        self.silent = silent
         self.opened: list[str] = []
 
-    async def connect_tcp(self, host: str, *_: Any, **__: Any) -> httpcore.AsyncNetworkStream:
+    async def __call__(self, address: Address) -> socket.socket:
+        host = address[1][0]
         self.opened.append(host)
         if host in self.dead:
-            raise httpcore.ConnectError("dead")
-        return httpcore.AsyncMockStream([])
+            raise ConnectionRefusedError("dead")
+        if host == self.silent:
+            await asyncio.sleep(3600)
+        return _NOTHING
 
 
-async def _network(
-    monkeypatch: pytest.MonkeyPatch, names: _Names, sockets: _Sockets, **options: bool
-) -> CheckedNetwork:
+_NOTHING = cast("socket.socket", object())
+
+
+def _dialer(
+    monkeypatch: pytest.MonkeyPatch,
+    names: _Names,
+    sockets: _Sockets,
+    *,
+    allow_private: bool = False,
+) -> Dialer:
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names)
-    return CheckedNetwork(**{"allow_private": False, **options}, network=sockets)
+    return Dialer(allow_private=allow_private, open_socket=sockets)
 
 
 async def test_the_socket_goes_to_the_address_that_was_checked(
@@ -122,43 +137,65 @@ async def test_the_socket_goes_to_the_address_that_was_checked(
 ) -> None:
     """A name that is re-pointed after the check is not looked up again."""
     sockets = _Sockets()
-    names = _Names(["8.8.8.8"], ["127.0.0.1"])
-    network = await _network(monkeypatch, names, sockets)
-    await network.connect_tcp("api.example", 443)
+    dialer = _dialer(monkeypatch, _Names(["8.8.8.8"], ["127.0.0.1"]), sockets)
+    await dialer.connect("api.example", 443)
     assert sockets.opened == ["8.8.8.8"]
     with pytest.raises(EgressRefused):
-        await network.connect_tcp("api.example", 443)
+        await dialer.connect("api.example", 443)
     assert sockets.opened == ["8.8.8.8"]
 
 
 async def test_one_internal_address_among_many_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that resolves to both is refused whole: no luck of order decides."""
     sockets = _Sockets()
-    network = await _network(monkeypatch, _Names(["8.8.8.8", "10.0.0.1"]), sockets)
+    dialer = _dialer(monkeypatch, _Names(["8.8.8.8", "10.0.0.1"]), sockets)
     with pytest.raises(EgressRefused):
-        await network.connect_tcp("api.example", 443)
+        await dialer.connect("api.example", 443)
     assert sockets.opened == []
 
 
 async def test_the_next_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """One dead address of several does not make the host unreachable."""
     sockets = _Sockets("8.8.8.8")
-    network = await _network(monkeypatch, _Names(["8.8.8.8", "1.1.1.1"]), sockets)
-    await network.connect_tcp("api.example", 443, timeout=1.0)
+    dialer = _dialer(monkeypatch, _Names(["8.8.8.8", "1.1.1.1"]), sockets)
+    assert await dialer.connect("api.example", 443) is _NOTHING
     assert sockets.opened == ["8.8.8.8", "1.1.1.1"]
 
 
+async def test_an_address_that_swallows_packets_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one starts a quarter of a second later, and the first to answer wins."""
+    sockets = _Sockets(silent="8.8.8.8")
+    dialer = _dialer(monkeypatch, _Names(["8.8.8.8", "1.1.1.1"]), sockets)
+    async with asyncio.timeout(2):
+        assert await dialer.connect("api.example", 443) is _NOTHING
+    assert sockets.opened == ["8.8.8.8", "1.1.1.1"]
+
+
+async def test_the_families_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken IPv6 does not hold all of IPv4 back."""
+    addresses = ["2606:4700::1", "2606:4700::2", "8.8.8.8"]
+    sockets = _Sockets(*addresses)
+    dialer = _dialer(monkeypatch, _Names(addresses), sockets)
+    with pytest.raises(httpx.ConnectError):
+        await dialer.connect("api.example", 443)
+    assert sockets.opened == ["2606:4700::1", "8.8.8.8", "2606:4700::2"]
+
+
 async def test_all_addresses_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last failure is the host's."""
-    network = await _network(monkeypatch, _Names(["8.8.8.8"], []), _Sockets("8.8.8.8"))
+    """The failure names no address."""
+    dialer = _dialer(monkeypatch, _Names(["8.8.8.8"], []), _Sockets("8.8.8.8"))
+    origin = Origin(host="api.example", port=443)
     for _ in range(2):
-        with pytest.raises(httpcore.ConnectError):
-            await network.connect_tcp("api.example", 443)
+        with pytest.raises(httpx.ConnectError) as caught:
+            await dialer(origin, lambda: Connection(print))
+        assert "8.8.8.8" not in str(caught.value)
 
 
 async def test_private_hosts_by_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator may allow a backend on an own network."""
     sockets = _Sockets()
-    network = await _network(monkeypatch, _Names(["10.0.0.1"]), sockets, allow_private=True)
-    await network.connect_tcp("vllm.internal", 8000)
+    dialer = _dialer(monkeypatch, _Names(["10.0.0.1"]), sockets, allow_private=True)
+    await dialer.connect("vllm.internal", 8000)
     assert sockets.opened == ["10.0.0.1"]

@@ -4,7 +4,6 @@ import inspect
 import traceback
 from collections.abc import Callable
 
-import httpcore
 import httpx
 import pytest
 
@@ -17,10 +16,12 @@ from backends.base import (
     BackendTruncated,
     BackendUnavailable,
 )
-from backends.egress import HTTPX_OF_HTTPCORE, EgressRefused
-from backends.openai_compat import MEANING_OF_HTTPX, OpenAICompatible, mapping_httpx_errors
+from backends.egress import EgressRefused
+from backends.openai_compat import MEANING_OF_HTTPX, OpenAICompatible, translated
 from backends.settings import BackendSettings
+from backends.transport import Request
 from telemetry.usage import from_openai as normalise
+from tests.fakes.client import CannedAnswer, RecordingClient
 from tests.fakes.requests import ask, asking
 
 
@@ -32,16 +33,6 @@ def test_every_httpx_exception_is_mapped() -> None:
         if inspect.isclass(value) and issubclass(value, Exception)
     }
     assert classes == set(MEANING_OF_HTTPX)
-
-
-def test_every_httpcore_exception_is_mapped() -> None:
-    """The transport lets none of httpcore's through, but for one that its pool keeps inside."""
-    classes = {
-        value
-        for value in vars(httpcore).values()
-        if inspect.isclass(value) and issubclass(value, Exception)
-    }
-    assert classes - set(HTTPX_OF_HTTPCORE) == {httpcore.ConnectionNotAvailable}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +53,8 @@ def test_what_each_means(
     error: Exception, before: type[BackendError], inside: type[BackendError]
 ) -> None:
     """A lost connection is a failure before the answer and a cut inside it."""
-    with pytest.raises(before), mapping_httpx_errors(asking(), backend="b", stage="request"):
-        raise error
-    with pytest.raises(inside), mapping_httpx_errors(asking(), backend="b", stage="answer"):
-        raise error
+    assert type(translated(error, asking(), "b", "request")) is before
+    assert type(translated(error, asking(), "b", "answer")) is inside
 
 
 @pytest.mark.parametrize(
@@ -73,21 +62,27 @@ def test_what_each_means(
 )
 def test_timeouts_keep_their_phase(error: str, phase: str) -> None:
     """Of httpx's timeouts too."""
-    with (
-        pytest.raises(BackendTimeout) as caught,
-        mapping_httpx_errors(asking(), backend="b", stage="request"),
-    ):
-        raise getattr(httpx, error)("x")
-    assert caught.value.phase == phase
+    meant = translated(getattr(httpx, error)("x"), asking(), "b", "request")
+    assert isinstance(meant, BackendTimeout)
+    assert meant.phase == phase
 
 
-def test_nothing_of_the_original_is_kept() -> None:
-    """httpx quotes header values and URLs: no traceback of ours prints its words."""
-    with (
-        pytest.raises(BackendError) as caught,
-        mapping_httpx_errors(asking(), backend="b", stage="request"),
-    ):
+class _Quoting:
+    """A client whose error quotes what it was given, as HTTP libraries do."""
+
+    async def send(self, request: Request, *, until: float) -> CannedAnswer:
         raise httpx.LocalProtocolError("Illegal header value b'Bearer sk-secret\\n'")
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_nothing_of_the_original_is_kept() -> None:
+    """httpx quotes header values and URLs: no traceback of ours prints its words."""
+    settings = BackendSettings(name="up", kind="openai", base_url="https://api.example/v1")
+    backend = OpenAICompatible(settings, None, _Quoting(), normalise=normalise)
+    with pytest.raises(BackendError) as caught:
+        await ask(backend, asking())
     assert "broke HTTP's rules" in str(caught.value)
     printed = "".join(
         line for line in traceback.format_exception(caught.value) if "raise" not in line
@@ -98,15 +93,10 @@ def test_nothing_of_the_original_is_kept() -> None:
 async def test_a_key_that_is_no_header_value_is_not_shown() -> None:
     """A key read from a file with its line end fails without quoting it."""
 
-    def never(_: httpx.Request) -> httpx.Response:
-        raise AssertionError("not sent")
-
-    client = httpx.AsyncClient(transport=httpx.MockTransport(never))
     settings = BackendSettings(name="up", kind="openai", base_url="https://api.example/v1")
     with pytest.raises(ValueError, match="line break") as caught:
-        OpenAICompatible(settings, "sk-secret\n", client, normalise=normalise)
+        OpenAICompatible(settings, "sk-secret\n", RecordingClient(), normalise=normalise)
     assert "sk-secret" not in str(caught.value)
-    await client.aclose()
 
 
 @pytest.mark.parametrize(
@@ -120,23 +110,14 @@ async def test_a_key_that_is_no_header_value_is_not_shown() -> None:
 )
 async def test_paths(base_url: str, path: str, ready: str) -> None:
     """The surface's path is put after base_url as it is."""
-    seen: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request.url.path)
-        return httpx.Response(500)
-
-    backend = OpenAICompatible(
-        BackendSettings(name="up", kind="openai", base_url=base_url),
-        None,
-        httpx.AsyncClient(transport=httpx.MockTransport(answer)),
-        normalise=normalise,
-    )
+    client = RecordingClient()
+    settings = BackendSettings(name="up", kind="openai", base_url=base_url)
+    backend = OpenAICompatible(settings, None, client, normalise=normalise)
     with pytest.raises(BackendFailed):
         await ask(backend, asking())
     assert not await backend.is_ready()
     await backend.aclose()
-    assert seen == [path, ready]
+    assert [request.target.decode() for request in client.seen] == [path, ready]
 
 
 def test_the_version_is_in_the_user_agent() -> None:
