@@ -228,7 +228,8 @@ async def _apply(
     new = [s for s in candidates if s.request_id in fresh]
     events = [event for s in new for event in s.events]
     lines = [line for s in new for line in s.lines]
-    book_late(events, await closed_months(db), now_ns)
+    if events:
+        book_late(events, await closed_months(db), now_ns)
     booked = {event["event_id"]: event["booked_hour"] for event in events}
     for line in lines:
         line["booked_hour"] = booked[line["event_id"]]

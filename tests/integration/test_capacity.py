@@ -4,17 +4,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from msgspec import structs
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from backends import registry
 from backends.openai_compat import step_times
+from gateway.config import parse
+from gateway.heartbeats import Heartbeats
+from gateway.runtime import RuntimeHolder
 from telemetry.capacity.heartbeat import Heartbeat, LeaseHour, StepTimes
 from telemetry.capacity.store import book, lease_hours
+from telemetry.clock import SystemClock
 from telemetry.database import open_engine
 from telemetry.ledger.shipper import CLOSED
 from telemetry.tables import LedgerBase
+from tests.fakes.gateway import Server
 
 NOON = datetime(2026, 11, 30, 12, tzinfo=UTC)
 MINUTE = 60_000_000
@@ -126,3 +133,47 @@ async def test_time_of_a_closed_month_is_booked_when_it_is_known(engine: AsyncEn
 def test_the_clock_is_read_from_the_metrics(text: str, expected: StepTimes | None) -> None:
     """Seconds come back as the microseconds that they were."""
     assert step_times(text) == expected
+
+
+METRICS = (
+    'meterline_engine_step_seconds_total{model="m",phase="load"} 2.5\n'
+    'meterline_engine_step_seconds_total{model="m",phase="warmup"} 0.5\n'
+    'meterline_engine_step_seconds_total{model="m",phase="decode"} 30.0\n'
+    'meterline_engine_step_seconds_total{model="m",phase="idle"} 27.0\n'
+)
+
+
+async def test_a_gateway_books_what_its_engine_tells(engine: AsyncEngine) -> None:
+    """Over HTTP as in production: the clock is asked for, booked once, and missed without harm
+    when the engine is gone."""
+
+    async def metrics(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["path"] == "/metrics"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": METRICS.encode()})
+
+    async with Server(metrics) as server:
+        config = parse(
+            f'[[backends]]\nname = "local"\nkind = "engine"\nbase_url = "{server.base_url}/v1"\n'
+            'allow_private = true\ngpu = { rate_per_hour = "3.6", count = 2 }\n'
+            '[[routes]]\nmodel = "m"\ntargets = [{ backend = "local" }]\n'.encode()
+        )
+        runtimes = RuntimeHolder(
+            config,
+            engines={},
+            build=registry.build,
+            environment={},
+            salt_key=b"0",
+            clock=SystemClock(),
+        )
+        heartbeats = Heartbeats(runtimes, engine, SystemClock())
+        await heartbeats.beat()
+        await heartbeats.beat()
+    await heartbeats.beat()
+    await runtimes.aclose()
+    assert (heartbeats.booked, heartbeats.missed) == (2, 1)
+    now = datetime.now(UTC)
+    async with engine.connect() as db:
+        found = await lease_hours(db, now - timedelta(hours=2), now + timedelta(hours=1))
+    assert sum(hour.times.wall_us for hour in found) == 60_000_000
+    assert {(hour.rate_per_hour, hour.devices) for hour in found} == {(Decimal("3.6"), 2)}
