@@ -50,12 +50,13 @@ class Listen(Struct, frozen=True, kw_only=True):
 
 class Telemetry(Struct, frozen=True, kw_only=True):
     """Where spans go: to a collector (OTLP/HTTP base), or as JSON lines into a file, or nowhere.
-    How log lines look."""
+    How log lines look, and whether /metrics has vLLM's names beside ours."""
 
     otlp_endpoint: str | None = None
     spans_file: Path | None = None
     service_name: str = "meterline-engine"
     log_format: logs.LogFormat = "auto"
+    vllm_metrics: bool = False
 
 
 class Built(Struct, frozen=True):
@@ -97,6 +98,7 @@ def build(
     *,
     clock: Clock | None = None,
     emit: Emit = discard,
+    vllm_metrics: bool = False,
     cache: Path | None = None,
 ) -> Built:
     """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
@@ -132,8 +134,10 @@ def build(
         context=context,
         created=int(file.path.stat().st_mtime),
     )
-    parser = Parser(words, template, Limits(model=name, context=context))
-    return Built(engine, EngineApp(engine, parser, words, model, clock))
+    family = None if settings.tool_calls == "auto" else settings.tool_calls
+    parser = Parser(words, template, Limits(model=name, context=context), family=family)
+    app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics)
+    return Built(engine, app)
 
 
 def serve(
@@ -156,7 +160,9 @@ def serve(
     spans = _open_spans(told)
     try:
         emit = discard if spans is None else exporting(spans)
-        built = build(settings, emit=emit, cache=cache_folder(os.environ))
+        built = build(
+            settings, emit=emit, vllm_metrics=told.vllm_metrics, cache=cache_folder(os.environ)
+        )
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)

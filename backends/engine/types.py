@@ -9,6 +9,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
+from backends.engine.guided import Guide
 from backends.engine.spec import Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import TextDecoder
@@ -32,6 +33,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k best
+    is_guided: bool = False  # the sequence's guide says which tokens may be drawn
 
     @property
     def is_greedy(self) -> bool:
@@ -46,13 +48,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def is_stateless(self) -> bool:
         """Whether a choice does not change what the next is chosen from, beside the text."""
         no_penalty = self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
-        return no_penalty and self.repetition_penalty == 1.0
+        return no_penalty and self.repetition_penalty == 1.0 and not self.is_guided
 
     @property
     def is_plain(self) -> bool:
         """Whether the raw logits decide, with nothing to change in them."""
         return (
             not self.logit_bias
+            and not self.is_guided
             and self.presence_penalty == 0.0
             and self.frequency_penalty == 0.0
             and self.repetition_penalty == 1.0
@@ -73,6 +76,8 @@ class JobRequest(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None  # whose cached prefixes it may find, and who may find its own
     traceparent: str | None = None
     model: str = ""
+    guide: Guide | None = None  # at its start; each choice gets a copy
+    shown: frozenset[int] = frozenset()  # special tokens whose text is part of the answer
 
 
 class TokenLogprob(Struct, frozen=True, gc=False):
@@ -174,9 +179,9 @@ class Sequence:
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
-        "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed", "n_prompt",
-        "n_published", "priority", "proposer", "root", "seed", "seen", "stops", "tokens",
-        "waited_since",
+        "guide", "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed",
+        "n_prompt", "n_published", "priority", "proposer", "root", "seed", "seen", "stops",
+        "tokens", "waited_since",
     )  # fmt: skip
 
     def __init__(
@@ -219,6 +224,8 @@ class Sequence:
         self.stops = stops
         self.entries = Entries()
         self.finish: FinishReason | None = None
+        guide = job.request.guide
+        self.guide = None if guide is None else guide.fork()
 
     @property
     def n_output(self) -> int:
@@ -237,6 +244,8 @@ class Sequence:
         self.tokens.append(token)
         self.counts[token] = self.counts.get(token, 0) + 1
         self.seen.add(token)
+        if self.guide is not None:
+            self.guide.advance(token)
 
     def text_of(self, token: int) -> str:
         """What may be sent now that this token came."""
