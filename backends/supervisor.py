@@ -91,6 +91,8 @@ def engine_command(
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
     if settings.threads is not None:
         command += ["--threads", str(settings.threads)]
+    if settings.tool_calls != "auto":
+        command += ["--tool-calls", settings.tool_calls]
     if telemetry is not None:
         command += ["--service-name", telemetry.service_name]
         if telemetry.otlp_endpoint is not None:

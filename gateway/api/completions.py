@@ -246,10 +246,11 @@ async def _while_connected(
                         await asyncio.wait((task,))
             task.cancel()
         await task
-    finally:
-        if not task.done():  # told to stop ourselves
-            task.cancel()
-            await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        # Told to stop ourselves, by the server that is shutting down. So is the answer, which
+        # settles and says so; then this task ends as it was told to, and has nothing to report.
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 async def _until_left_or_done(
