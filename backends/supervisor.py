@@ -125,6 +125,7 @@ class EngineProcess:
         self._state = EngineState(phase="starting")
         self._changed = asyncio.Condition()
         self._keeper: asyncio.Task[None] | None = None
+        self._answers = False  # it has listened once: its settings and its model's file are good
         self._last_line: str | None = None  # of the running child's stderr
         self._verdict: str | None = None  # why we killed it
         self._ready_ns: int | None = None  # since when it is ready
@@ -141,6 +142,16 @@ class EngineProcess:
         """Begin to keep it alive, in the background. Once."""
         assert self._keeper is None, "started twice"
         self._keeper = asyncio.create_task(self._keep(), name=f"engine {self.name}")
+
+    async def wait_checked(self, timeout_s: float) -> bool:
+        """Wait until it has checked its settings and its model's file, which it does before it
+        listens: what an operator must mend is known then. False: it refused, or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: self._answers or self._state.phase in ("failed", "stopped")
+                )
+        return self._answers
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Wait until it is ready, has failed for good, or time is up. Whether it is ready."""
@@ -179,7 +190,10 @@ class EngineProcess:
                 self._verdict or self._last_line or f"the engine ended with exit code {exit_code}"
             )
             if exit_code == EXIT_CONFIGURATION:
-                _log.error("engine misconfigured", extra={"engine": self.name, "reason": reason})
+                if restarts:  # at the first start whoever waits for its check tells it
+                    _log.error(
+                        "engine misconfigured", extra={"engine": self.name, "reason": reason}
+                    )
                 await self._become(EngineState(phase="failed", reason=reason, restarts=restarts))
                 return
             failures = 1 if self._ready_s() >= self._patience.stable_s else failures + 1
@@ -275,6 +289,10 @@ class EngineProcess:
                 response = await client.get(f"http://{egress.UNIX_HOST}/health")
         except (httpx.HTTPError, TimeoutError):
             return False
+        if not self._answers:  # it listens, so it has checked what it was given
+            self._answers = True
+            async with self._changed:
+                self._changed.notify_all()
         return response.status_code == 200
 
     async def _forward(self, stderr: asyncio.StreamReader) -> None:
@@ -293,7 +311,8 @@ class EngineProcess:
         text = line[:LINE_BYTES].decode("utf-8", "replace").strip()
         if text:
             self._last_line = text
-            _log.info("engine says", extra={"engine": self.name, "line": text})
+            level = logging.INFO if self._answers else logging.DEBUG
+            _log.log(level, "engine says", extra={"engine": self.name, "line": text})
 
     async def _stop(self, child: asyncio.subprocess.Process) -> None:
         if child.returncode is not None:

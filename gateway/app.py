@@ -34,7 +34,7 @@ from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
-from gateway.config import Config, ConfigInvalid, resolve
+from gateway.config import Config, ConfigInvalid, check_references, resolve
 from gateway.errors import GatewayError
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.pipeline import Gateway
@@ -58,6 +58,7 @@ from telemetry.tracing import FileSink, OtlpSink, SpanExport
 log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
+CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
@@ -109,12 +110,17 @@ async def open_service(
     *,
     environment: Mapping[str, str],
     config_path: Path | None = None,
+    adapt: Callable[[Config], Config] = lambda written: written,
     clock: Clock | None = None,
 ) -> AsyncIterator[Service]:
-    """Open all parts in order, close them in reverse. Raises StartupError."""
+    """Open all parts in order, close them in reverse. Raises StartupError.
+
+    `adapt` is what the command line changed of the file, and holds for a reloaded one too."""
     async with contextlib.AsyncExitStack() as stack:
         with _as_startup_errors():
-            service = await _build(config, environment, config_path, clock or SystemClock(), stack)
+            service = await _build(
+                config, environment, config_path, adapt, clock or SystemClock(), stack
+            )
         yield service
 
 
@@ -122,11 +128,30 @@ async def _build(
     config: Config,
     environment: Mapping[str, str],
     config_path: Path | None,
+    adapt: Callable[[Config], Config],
     clock: Clock,
     stack: contextlib.AsyncExitStack,
 ) -> Service:
+    check_references(config, environment)
     data = Path(config.store.data_dir)
     _check_folder(data)
+    sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
+    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+    engines: dict[str, Supervised] = {}
+    for settings in config.engines:
+        child = registry.build_engine(
+            settings,
+            sockets / f"{settings.name}.sock",
+            EngineTelemetry(
+                otlp_endpoint=config.telemetry.otlp_endpoint,
+                spans_file=spans_file(data, f"engine-{settings.name}"),
+            ),
+        )
+        stack.push_async_callback(child.aclose)
+        await child.process.start()
+        engines[settings.name] = child
+    await _check_engines(engines)  # first: what is wrong with a model must not leave a database
+
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
     stack.push_async_callback(engine.dispose)
@@ -160,21 +185,6 @@ async def _build(
     stack.push_async_callback(_last_flush, worker)
     await stack.enter_async_context(_running(worker.run))
 
-    sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
-    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
-    engines: dict[str, Supervised] = {}
-    for settings in config.engines:
-        child = registry.build_engine(
-            settings,
-            sockets / f"{settings.name}.sock",
-            EngineTelemetry(
-                otlp_endpoint=config.telemetry.otlp_endpoint,
-                spans_file=spans_file(data, f"engine-{settings.name}"),
-            ),
-        )
-        stack.push_async_callback(child.aclose)
-        await child.process.start()
-        engines[settings.name] = child
     runtimes = RuntimeHolder(
         config,
         engines=engines,
@@ -186,7 +196,7 @@ async def _build(
     stack.push_async_callback(runtimes.aclose)
     watcher = None
     if config_path is not None:
-        watcher = ConfigWatcher(config_path, runtimes, after=prices.publish)
+        watcher = ConfigWatcher(config_path, runtimes, adapt=adapt, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
     gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock))
@@ -268,6 +278,15 @@ def _check_folder(data: Path) -> None:
             f"the data folder {data} cannot be written: {error.strerror}; "
             "set [store] data_dir to one that can"
         ) from None
+
+
+async def _check_engines(engines: Mapping[str, Supervised]) -> None:
+    """Each engine has looked at its settings and its model's file, and goes on by itself."""
+    for name, engine in engines.items():
+        if not await engine.process.wait_checked(CHECK_S):
+            state = engine.process.state
+            if state.phase == "failed":
+                raise StartupError(f"engine {name}: {state.reason}")
 
 
 async def _bring_up_to_date(engine: AsyncEngine) -> None:

@@ -118,6 +118,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
+_SERVER_SECRETS = ("admin_key", "key_pepper")
 COLD = ("server", "store", "engines", "telemetry")  # tables that only a restart can change
 
 
@@ -232,7 +233,7 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
-    for key in ("admin_key", "key_pepper"):
+    for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
             problems.append(f"server.{key}: {REFERENCE_RULE}")
@@ -293,6 +294,23 @@ def resolve(reference: str, environment: Mapping[str, str]) -> str:
             raise ConfigInvalid([f"{reference}: the file is empty"])
         return secret
     return reference
+
+
+def check_references(config: Config, environment: Mapping[str, str]) -> None:
+    """Resolve every secret once, before anything is done. Raises ConfigInvalid with a line for
+    each that cannot be had."""
+    references = [(f"backends[{i}].api_key", b.api_key) for i, b in enumerate(config.backends)]
+    references += [(f"server.{key}", getattr(config.server, key)) for key in _SERVER_SECRETS]
+    references.append(("store.database", config.store.database))
+    problems: list[str] = []
+    for path, reference in references:
+        try:
+            if reference is not None:
+                resolve(reference, environment)
+        except ConfigInvalid as error:
+            problems += [f"{path}: {line}" for line in error.problems]
+    if problems:
+        raise ConfigInvalid(problems)
 
 
 def _without_annotations(kind: Any) -> tuple[Any, list[Meta]]:

@@ -173,12 +173,16 @@ class ConfigWatcher:
         path: Path,
         holder: RuntimeHolder,
         *,
+        adapt: Callable[[Config], Config] = lambda written: written,
         after: Callable[[Config], Awaitable[None]] | None = None,
         every_s: float = 1.0,
     ) -> None:
-        """`after` runs with each config that was taken up, e.g. to publish its prices."""
+        """`adapt` makes what the file says what is meant, e.g. by options of the command line;
+        `after` runs with each config that was taken up, e.g. to publish its prices."""
         self.path = path
+        self._adapt = adapt
         self._after = after
+        self._unfinished: Config | None = None  # taken up, and `after` has not been through
         self.now = asyncio.Event()
         self._holder = holder
         self._every_s = every_s
@@ -188,14 +192,19 @@ class ConfigWatcher:
         while True:
             forced = await self._wait()
             stamp = self._stamp()
-            if forced or stamp != seen:
-                seen = stamp
-                await self.reload()
+            try:
+                if forced or stamp != seen:
+                    seen = stamp
+                    await self.reload()
+                elif self._unfinished is not None:
+                    await self._finish()
+            except Exception:  # the loop outlives what fails in it, and tries again
+                log.exception("config_reload_failed", extra={"path": str(self.path)})
 
     async def reload(self) -> None:
         """Read the file and swap. Logs one line for each problem and keeps the old config."""
         try:
-            config = load(self.path)
+            config = self._adapt(load(self.path))
             self._holder.reload(config)
         except ConfigInvalid as error:
             self._holder.reload_failures += 1
@@ -203,9 +212,15 @@ class ConfigWatcher:
                 log.error("config_rejected", extra={"problem": problem})
         else:
             self._holder.reloads += 1
-            if self._after is not None:
-                await self._after(config)
+            self._unfinished = config
+            await self._finish()
             log.info("config_reloaded", extra={"path": str(self.path)})
+
+    async def _finish(self) -> None:
+        """What follows from the config that was taken up. If it fails it is due again."""
+        if self._after is not None and self._unfinished is not None:
+            await self._after(self._unfinished)
+        self._unfinished = None
 
     async def _wait(self) -> bool:
         try:

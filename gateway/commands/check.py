@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.commands import Format, with_format
 from gateway.commands.files import ConfigRefused
-from gateway.config import ConfigInvalid, load, masked, resolve
+from gateway.config import ConfigInvalid, check_references, load, masked
 
 
 @click.command()
@@ -23,18 +23,7 @@ def check(file: Path, form: Format) -> None:
     """
     try:
         config = load(file)
-        problems: list[str] = []
-        references = [
-            (f"backends[{i}].api_key", b.api_key) for i, b in enumerate(config.backends)
-        ] + [(f"server.{key}", getattr(config.server, key)) for key in ("admin_key", "key_pepper")]
-        for path, reference in references:
-            try:
-                if reference is not None:
-                    resolve(reference, os.environ)
-            except ConfigInvalid as error:
-                problems += [f"{path}: {line}" for line in error.problems]
-        if problems:
-            raise ConfigInvalid(problems)
+        check_references(config, os.environ)
     except ConfigInvalid as error:
         raise ConfigRefused(error.problems) from error
     facts = masked(config)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -18,8 +19,8 @@ from typing_extensions import override
 
 from gateway.app import VERSION, Service, StartupError, open_service
 from gateway.commands import BadInput
-from gateway.commands.files import config_option, read_config
-from gateway.config import BUNDLED_MODEL, Config
+from gateway.commands.files import ConfigRefused, config_option, read_config
+from gateway.config import BUNDLED_MODEL, Config, ConfigInvalid, check_references
 from telemetry import logs
 from telemetry.redaction import Secret
 
@@ -45,24 +46,34 @@ def serve(config: Path, host: str | None, port: int | None, log_format: logs.Log
       meterline serve
       meterline serve --config meterline.toml --port 9000
     """
+
+    def with_options(written: Config) -> Config:
+        server = written.server
+        server = structs.replace(
+            server,
+            host=server.host if host is None else host,
+            port=server.port if port is None else port,
+        )
+        return structs.replace(written, server=server)
+
     settings, path = read_config(config)
-    server = settings.server
-    server = structs.replace(
-        server,
-        host=server.host if host is None else host,
-        port=server.port if port is None else port,
-    )
+    try:
+        check_references(settings, os.environ)
+    except ConfigInvalid as error:
+        raise ConfigRefused(error.problems) from error
     logs.configure(fmt=log_format)
     try:
-        uvloop.run(_serve(structs.replace(settings, server=server), path))
+        uvloop.run(_serve(with_options(settings), path, with_options))
     except StartupError as error:
         raise BadInput(str(error)) from error
 
 
-async def _serve(config: Config, path: Path | None) -> None:
+async def _serve(config: Config, path: Path | None, adapt: Callable[[Config], Config]) -> None:
     listener = _listen(config.server.host, config.server.port)
     with listener:
-        async with open_service(config, environment=os.environ, config_path=path) as service:
+        async with open_service(
+            config, environment=os.environ, config_path=path, adapt=adapt
+        ) as service:
             server = _Server(service, config)
             if service.watcher is not None:
                 loop = asyncio.get_running_loop()

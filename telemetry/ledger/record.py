@@ -127,6 +127,10 @@ class Ledger:
         data = record.data
         for attempt in data.attempts:
             attempt.charges = self._rated(attempt)
+        assert data.ended_ns is not None, "`close` says when it ended"
+        now_ns = record.now_ns()
+        data.stages.append(Stage("settle", data.ended_ns, now_ns))
+        data.ended_ns = now_ns
         if record.is_logged or record.is_admitted:
             self.wal.append_settlement(
                 entries.pack(

@@ -61,8 +61,10 @@ async def read_stories(served: Served, request_ids: list[str]) -> list[dict[str,
     try:
         async with asyncio.timeout(30):
             for request_id in request_ids:
-                while (found := await explain_record(engine, request_id)) is None:
+                found = await explain_record(engine, request_id)
+                while found is None or not found.is_settled:
                     await asyncio.sleep(0.1)
+                    found = await explain_record(engine, request_id)
                 told.append(json.loads(story_json(found)))
     finally:
         await engine.dispose()

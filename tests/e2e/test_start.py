@@ -250,11 +250,11 @@ def test_check(tmp_path: Path) -> None:
     assert len(missing.stderr.splitlines()) == 1
 
 
+# `engine serve` is another program's help: tested there.
 SUBCOMMANDS = {
     "tenant": ("create", "list", "show", "suspend", "delete"),
     "key": ("create", "list", "rotate", "revoke"),
     "report": ("chargeback",),
-    "engine": ("serve",),
 }
 
 
@@ -271,3 +271,17 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         shown = capsys.readouterr().out
         assert "Example:" in shown, call
         assert " ".join(["meterline", *call]) in shown, call
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+def test_a_model_that_cannot_be_loaded(tmp_path: Path, fault: str) -> None:
+    """A missing or truncated model file is one line that names it, before there is a database."""
+    model = tmp_path / "model.gguf"
+    if fault == "damaged":
+        model.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 64)
+    config = (
+        f'[[engines]]\nname = "own"\nmodel = "{model}"\n'
+        '[[routes]]\nmodel = "m"\ntargets = [{ backend = "own" }]\n'
+    )
+    refused(start(tmp_path, config), "engine own", "model.gguf")
+    assert not (tmp_path / "meterline-data" / "meterline.db").exists()

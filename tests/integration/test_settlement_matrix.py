@@ -189,6 +189,7 @@ class Books:
             root.start_ns <= span.start_ns <= span.end_ns <= root.end_ns for span in spans[1:]
         )
         assert [span.kind for span in spans].count("client") == len(record.attempts)
+        assert [span.name for span in spans].count("settle") == 1
 
     async def _check_rows(self, record: RequestRecord, must: Must) -> None:
         rows = await self._gateway.rows(record.request_id)
@@ -455,6 +456,28 @@ async def test_refused(gateway: Harness, name: str, surface: str) -> None:
         record = await books.one(must, answer.headers["x-request-id"])
         assert record.client_request_id == "mine-1"
         assert not upstream.received
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
+async def test_refused_body_is_read_so_that_the_answer_arrives(
+    gateway: Harness, declared: bool
+) -> None:
+    """A client that sends far more than sockets hold still gets its 413: a connection closed on
+    unread bytes would be reset under the answer."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 1_000_000
+
+    books = Books(gateway)
+    length = {"content-length": "20000000"} if declared else {}
+    answer = await gateway.client.post(
+        PATHS["chat"], content=pieces(), headers=gateway.auth | length
+    )
+    must = Must(Outcome.CLIENT_ERROR, 413, "request_too_large", model=None)
+    check_error(answer, must)
+    assert answer.headers["connection"] == "close"
+    await books.one(must, answer.headers["x-request-id"])
 
 
 @both
