@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 EXIT_CONFIGURATION: Final = 2
 SOCKET_PATH_BYTES: Final = 107  # sun_path of unix(7), less the closing NUL
+LINES_HELD: Final = 100
 LINE_BYTES: Final = 2_000  # of a line of the engine's stderr that is kept
 
 # Runs in the child before the engine: ask the kernel to kill it when its parent dies (prctl(2),
@@ -126,6 +128,7 @@ class EngineProcess:
         self._changed = asyncio.Condition()
         self._keeper: asyncio.Task[None] | None = None
         self._answers = False  # it has listened once: its settings and its model's file are good
+        self._unsaid: deque[str] = deque(maxlen=LINES_HELD)
         self._last_line: str | None = None  # of the running child's stderr
         self._verdict: str | None = None  # why we killed it
         self._ready_ns: int | None = None  # since when it is ready
@@ -196,6 +199,7 @@ class EngineProcess:
                     )
                 await self._become(EngineState(phase="failed", reason=reason, restarts=restarts))
                 return
+            self._speak()
             failures = 1 if self._ready_s() >= self._patience.stable_s else failures + 1
             restarts += 1
             await self._become(EngineState(phase="restarting", reason=reason, restarts=restarts))
@@ -291,6 +295,7 @@ class EngineProcess:
             return False
         if not self._answers:  # it listens, so it has checked what it was given
             self._answers = True
+            self._speak()
             async with self._changed:
                 self._changed.notify_all()
         return response.status_code == 200
@@ -311,8 +316,16 @@ class EngineProcess:
         text = line[:LINE_BYTES].decode("utf-8", "replace").strip()
         if text:
             self._last_line = text
-            level = logging.INFO if self._answers else logging.DEBUG
-            _log.log(level, "engine says", extra={"engine": self.name, "line": text})
+            self._unsaid.append(text)
+            if self._answers:
+                self._speak()
+
+    def _speak(self) -> None:
+        """Log what it said. Held back until it has passed its own check: what it says in refusing
+        to start is for whoever waits for that."""
+        for text in self._unsaid:
+            _log.info("engine says", extra={"engine": self.name, "line": text})
+        self._unsaid.clear()
 
     async def _stop(self, child: asyncio.subprocess.Process) -> None:
         if child.returncode is not None:
