@@ -36,6 +36,7 @@ from gateway.api.admin import create_admin_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.config import Config, ConfigInvalid, check_references, resolve
 from gateway.errors import GatewayError
+from gateway.health import Fault, Health, State
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
@@ -185,6 +186,7 @@ async def _build(
     stack.push_async_callback(_last_flush, worker)
     await stack.enter_async_context(_running(worker.run))
 
+    health = Health(clock, config.health, on_change=functools.partial(_circuit_changed, metrics))
     runtimes = RuntimeHolder(
         config,
         engines=engines,
@@ -192,6 +194,7 @@ async def _build(
         environment=environment,
         salt_key=ring.digest("cache-salt"),
         clock=clock,
+        health=health,
     )
     stack.push_async_callback(runtimes.aclose)
     watcher = None
@@ -366,6 +369,13 @@ def _watch(
         for target in route.targets
         if (upstream := gateway.runtimes.current.upstreams.get(target.backend))
     )
+
+
+def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State) -> None:
+    metrics.set(metric.CIRCUIT_STATE, state, backend=backend, fault=fault)
+    if state is State.OPEN:
+        metrics.add(metric.CIRCUIT_OPENED, backend=backend, fault=fault)
+        log.warning("circuit_opened", extra={"backend": backend, "fault": fault})
 
 
 def _residual(worker: LedgerWorker, law: str) -> float:

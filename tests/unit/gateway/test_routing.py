@@ -15,13 +15,13 @@ def _route(*weights: int) -> Route:
 def test_shares_follow_the_weights() -> None:
     """Dice spread evenly give first places in exact proportion."""
     route = _route(3, 1, 0)
-    firsts = Counter(plan(route, i / 400)[0].backend for i in range(400))
+    firsts = Counter(plan(route.targets, i / 400)[0].backend for i in range(400))
     assert firsts == {"b0": 300, "b1": 100}
 
 
 def test_the_rest_keep_their_order() -> None:
     """Whoever is first, the others follow as written."""
-    assert [t.backend for t in plan(_route(1, 1, 1), 0.5)] == ["b1", "b0", "b2"]
+    assert [t.backend for t in plan(_route(1, 1, 1).targets, 0.5)] == ["b1", "b0", "b2"]
 
 
 @given(
@@ -32,6 +32,6 @@ def test_a_plan_is_a_permutation_that_never_starts_with_weight_zero(
     weights: list[int], dice: float
 ) -> None:
     """Every target appears once; a fallback-only target is never first."""
-    targets = plan(_route(*weights), dice)
+    targets = plan(_route(*weights).targets, dice)
     assert sorted(t.backend for t in targets) == sorted(f"b{i}" for i in range(len(weights)))
     assert targets[0].weight > 0
