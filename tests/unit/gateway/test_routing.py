@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing import Route, Target, plan
+from gateway.routing import Route, Target, capable, plan
 
 
 def _route(*weights: int) -> Route:
@@ -35,3 +35,22 @@ def test_a_plan_is_a_permutation_that_never_starts_with_weight_zero(
     targets = plan(_route(*weights).targets, dice)
     assert sorted(t.backend for t in targets) == sorted(f"b{i}" for i in range(len(weights)))
     assert targets[0].weight > 0
+
+
+def test_what_is_not_usable_gets_no_share_and_is_last() -> None:
+    """The weights hold among the others; a fallback serves when all with a weight are out."""
+    targets = _route(1, 1, 0).targets
+    for dice in (0.0, 0.4, 0.9):
+        order = plan(targets, dice, lambda target: target.backend != "b0")
+        assert [t.backend for t in order] == ["b1", "b2", "b0"]
+    order = plan(targets, 0.5, lambda target: target.backend == "b2")
+    assert [t.backend for t in order] == ["b2", "b0", "b1"]
+
+
+def test_a_target_that_lacks_something_is_left_out() -> None:
+    """Only for requests that need it."""
+    able, unable = Target("b0", "m", 1), Target("b1", "m", 1, frozenset({"tools", "n"}))
+    assert capable((able, unable), frozenset()) == (able, unable)
+    assert capable((able, unable), {"logprobs"}) == (able, unable)
+    assert capable((able, unable), {"tools", "logprobs"}) == (able,)
+    assert capable((unable,), {"n"}) == ()
