@@ -57,7 +57,7 @@ def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> byt
 
     `model` becomes the backend's name for it; `stream` what the gateway decided; a stream always
     asks for its usage; our engine gets `cache_salt` and `priority` from us and never from the
-    client. Where a key is given twice the last one wins, for us and for the upstream alike: else
+    client, and a salt that a client sends to any other server is replaced by its tenant's. Where a key is given twice the last one wins, for us and for the upstream alike: else
     a body could pass our checks as one request and be answered as another.
     """
     try:
@@ -80,6 +80,8 @@ def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> byt
                 changes[key] = value
             else:
                 is_pruned |= fields.pop(key, None) is not None
+    elif "cache_salt" in fields and request.cache_salt:  # a chosen salt is another's cache
+        changes["cache_salt"] = request.cache_salt
     if not changes and not is_pruned and _is_each_key_once(request.body, fields):
         return request.body
     return _encode({**fields, **changes})
