@@ -57,8 +57,9 @@ def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> byt
 
     `model` becomes the backend's name for it; `stream` what the gateway decided; a stream always
     asks for its usage; our engine gets `cache_salt` and `priority` from us and never from the
-    client, and a salt that a client sends to any other server is replaced by its tenant's. Where a key is given twice the last one wins, for us and for the upstream alike: else
-    a body could pass our checks as one request and be answered as another.
+    client, and a salt that a client sends to any other server is replaced by its tenant's. Where a
+    key is given twice the last one wins, for us and for the upstream alike: else a body could pass
+    our checks as one request and be answered as another.
     """
     try:
         fields = _decode_fields(request.body)
