@@ -124,4 +124,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="CPU threads; default: physical cores."),
     ] = None
+    tool_calls: Annotated[
+        Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"],
+        Meta(description="How the model writes tool calls; auto: as its chat template says."),
+    ] = "auto"
     gpu: Gpu = field(default_factory=lambda: Gpu(rate_per_hour=Decimal("0.10")))

@@ -24,6 +24,7 @@ from backends import egress
 from backends.base import BackendUnavailable, ChatRequest, Event
 from backends.openai_compat import EngineServer
 from backends.settings import EngineSettings
+from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ def engine_command(
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
     if settings.threads is not None:
         command += ["--threads", str(settings.threads)]
+    if settings.tool_calls != "auto":
+        command += ["--tool-calls", settings.tool_calls]
     if telemetry is not None:
         command += ["--service-name", telemetry.service_name]
         if telemetry.otlp_endpoint is not None:
@@ -381,6 +384,12 @@ class Supervised:
 
     async def is_ready(self) -> bool:
         return self.process.is_ready and await self._backend.is_ready()
+
+    async def step_times(self) -> StepTimes | None:
+        """What the engine's step clock shows; None while it is not there."""
+        if not self.process.is_ready:
+            return None
+        return await self._backend.step_times()
 
     async def aclose(self) -> None:
         await self._backend.aclose()

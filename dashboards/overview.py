@@ -73,6 +73,32 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "Refused by a limit or a budget",
+                m.LIMIT_REFUSALS.help,
+                (rate(m.LIMIT_REFUSALS, by=["scope", "counted"]), "{{scope}} {{counted}}"),
+                is_stacked=True,
+            )
+        )
+        .with_panel(
+            number(
+                "Replicas without the shared counters",
+                m.LIMITS_DEGRADED.help,
+                gauge(m.LIMITS_DEGRADED),
+                is_bad_from=1,
+            )
+        )
+        .with_panel(number("Admitted by slices", m.SLICE_ADMITTED.help, rate(m.SLICE_ADMITTED)))
+        .with_panel(number("Open holds", m.LIMIT_HOLDS.help, gauge(m.LIMIT_HOLDS)))
+        .with_panel(
+            number(
+                "Soft budgets overrun, 24 h",
+                m.BUDGET_OVERRUNS.help,
+                increase(m.BUDGET_OVERRUNS, window="24h"),
+                is_bad_from=1,
+            )
+        )
+        .with_panel(
+            lines(
                 "Refused before anyone was identified",
                 m.UNAUTHENTICATED.help,
                 (rate(m.UNAUTHENTICATED, by=["reason"]), "{{reason}}"),

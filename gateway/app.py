@@ -33,34 +33,42 @@ from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
+from gateway.api.reports import create_reports_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
+from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
 from gateway.errors import GatewayError
 from gateway.health import Fault, Health, State
+from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
+from gateway.limits import Limits, MemoryStore, RedisStore, Slices
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
-from gateway.tenants import Tenants
+from gateway.tenants import Tenants, tenant_names
 from telemetry import books, logs
 from telemetry import metrics as metric
 from telemetry.books import BackendPrices
 from telemetry.clock import Clock, SystemClock
 from telemetry.database import DatabaseUrlInvalid, open_engine
+from telemetry.ids import new_span_id
 from telemetry.ledger import Ledger, LedgerError, WalLocked, WriteAheadLog
 from telemetry.ledger.worker import LedgerWorker
 from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
 from telemetry.redaction import Secret
+from telemetry.reports.desk import Desk
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
+BOOKS_EVERY_S = 30.0  # how often a running gateway looks for newly published prices
 CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
+LOCAL_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
 
@@ -86,6 +94,7 @@ class Prices:
 
     def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
         self.book = PriceBook()
+        self._published = 0
         self._engine = engine
         self._clock = clock
 
@@ -102,6 +111,21 @@ class Prices:
         ]
         owned = [BackendPrices(e.name, registry.ENGINE_PROVIDER, gpu=e.gpu) for e in config.engines]
         await books.publish_config_prices(self._engine, [*bought, *owned], now)
+        await self._load()
+
+    async def keep_current(self) -> None:
+        """Take up what `meterline price publish` published meanwhile. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(BOOKS_EVERY_S)
+            try:
+                if await books.published_count(self._engine) != self._published:
+                    await self._load()
+            except (SQLAlchemyError, OSError) as error:  # the book in force goes on
+                log.warning("price_books_unreadable", extra={"reason": type(error).__name__})
+
+    async def _load(self) -> None:
+        # Counted first: what is published while they are read is found at the next look.
+        self._published = await books.published_count(self._engine)
         self.book = await books.load(self._engine)
 
 
@@ -166,6 +190,7 @@ async def _build(
 
     prices = Prices(engine, clock)
     await prices.publish(config)
+    await stack.enter_async_context(_running(prices.keep_current))
 
     wal = _open_wal(config, clock)
     stack.callback(wal.close)  # also closed by the ledger; twice is once
@@ -197,18 +222,29 @@ async def _build(
         health=health,
     )
     stack.push_async_callback(runtimes.aclose)
+    limits = await _open_limits(
+        config, environment, stack, node=wal.node, engine=engine, prices=prices,
+        runtimes=runtimes, clock=clock,
+    )  # fmt: skip
+    ledger.observers.append(limits.settle)
+    await stack.enter_async_context(_running(limits.run))
     watcher = None
     if config_path is not None:
         watcher = ConfigWatcher(config_path, runtimes, adapt=adapt, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
-    gateway = Gateway(runtimes=runtimes, auth=auth, ledger=ledger, refusals=Refusals(clock))
+    await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
+
+    gateway = Gateway(
+        runtimes=runtimes, auth=auth, limits=limits, ledger=ledger, refusals=Refusals(clock)
+    )
     _watch(metrics, gateway, worker, runtimes)
     app = create_app(
         gateway=gateway,
         metrics=metrics,
         admin=Admin(admin_key.reveal()),
         tenants=tenants,
+        desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
     )
     return Service(
@@ -223,12 +259,52 @@ async def _build(
     )
 
 
+async def _open_limits(
+    config: Config,
+    environment: Mapping[str, str],
+    stack: contextlib.AsyncExitStack,
+    *,
+    node: str,
+    engine: AsyncEngine,
+    prices: Prices,
+    runtimes: RuntimeHolder,
+    clock: Clock,
+) -> Limits:
+    """Counters in this process, or on the Redis that all replicas share."""
+    settings = config.limits
+    local = MemoryStore(clock)
+    shared = None
+    if config.store.redis is not None:
+        shared = RedisStore(
+            resolve(config.store.redis, environment),
+            node=f"{platform.node()}/{node}/{new_span_id()}",
+            budget_s=settings.store_budget_ms / 1000,
+        )
+    limits = Limits(
+        local if shared is None else shared,
+        slices=Slices(MemoryStore(clock), settings.offline_share),
+        replicas=lambda: 1 if shared is None else shared.replicas,
+        is_up=lambda: shared is None or shared.is_up,
+        spend=LedgerSpend(engine),
+        prices=lambda: prices.book,
+        provider_of=lambda name: runtimes.current.upstreams[name].backend.provider,
+        settings=lambda: (runtimes.current.config.limits, runtimes.current.config.budgets),
+        clock=clock,
+        patience_s=LOCAL_PATIENCE_S if shared is None else settings.store_budget_ms / 1000,
+    )
+    if shared is not None:
+        shared.on_recovered = limits.recovered
+        await stack.enter_async_context(shared)
+    return limits
+
+
 def create_app(
     *,
     gateway: Gateway,
     metrics: Metrics,
     admin: Admin,
     tenants: Tenants,
+    desk: Desk,
     readiness: Readiness,
 ) -> Litestar:
     """The HTTP face. Every route names in `opt["caller"]` who may call it."""
@@ -247,6 +323,7 @@ def create_app(
             health.readyz,
             health.metrics,
             create_admin_router(tenants, admin),
+            create_reports_router(desk, admin),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
@@ -355,6 +432,7 @@ def _watch(
             metric.CONSERVATION_RESIDUAL, functools.partial(_residual, worker, law), law=law
         )
     metrics.watch(metric.OBSERVER_ERRORS, lambda: ledger.observer_errors, kind="metrics")
+    _watch_limits(metrics, gateway.limits)
     metrics.watch(metric.CONFIG_RELOADS, lambda: runtimes.reloads, result="applied")
     metrics.watch(metric.CONFIG_RELOADS, lambda: runtimes.reload_failures, result="rejected")
     for reason in metric.UNAUTHENTICATED.label("reason").values:
@@ -376,6 +454,18 @@ def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State)
     if state is State.OPEN:
         metrics.add(metric.CIRCUIT_OPENED, backend=backend, fault=fault)
         log.warning("circuit_opened", extra={"backend": backend, "fault": fault})
+
+
+def _watch_limits(metrics: Metrics, limits: Limits) -> None:
+    counts = limits.counts
+    for scope in metric.LIMIT_SCOPE.values:
+        for counted in metric.COUNTED.values:
+            read = functools.partial(counts.of, scope, counted)
+            metrics.watch(metric.LIMIT_REFUSALS, read, scope=scope, counted=counted)
+    metrics.watch(metric.LIMITS_DEGRADED, lambda: limits.mode != "ok")
+    metrics.watch(metric.LIMIT_HOLDS, lambda: limits.open_holds)
+    metrics.watch(metric.SLICE_ADMITTED, lambda: counts.sliced)
+    metrics.watch(metric.BUDGET_OVERRUNS, lambda: counts.soft_overruns)
 
 
 def _residual(worker: LedgerWorker, law: str) -> float:

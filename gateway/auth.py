@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final, Protocol, Self
 from msgspec import Meta, Struct
 from typing_extensions import override
 
+from gateway.allowances import Budget, Limit
 from gateway.errors import StoreUnavailable, Unauthenticated
 from gateway.keys import KEY, KeyRing, ModelAllow
 from gateway.tenants import Identity
@@ -84,6 +85,8 @@ class Caller(Struct, frozen=True, kw_only=True):
     tenant: str
     key_id: KeyId
     model_allow: ModelAllow | None  # None: all
+    limits: tuple[Limit, ...] = ()  # of the tenant; which of them apply is decided at admission
+    budgets: tuple[Budget, ...] = ()
 
     def may_use(self, model: str) -> bool:
         return self.model_allow is None or self.model_allow.allows(model)
@@ -315,6 +318,8 @@ def _known(identity: Identity) -> _Known:
             tenant=identity.tenant_name,
             key_id=identity.key_id,
             model_allow=None if identity.model_allow is None else ModelAllow(identity.model_allow),
+            limits=identity.limits,
+            budgets=identity.budgets,
         ),
         refusal=refusal,
         ends_ns=min(round(at.timestamp() * 1e9) for at in ends) if ends else _NEVER,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gateway.auth import Credential, read_credential
 from gateway.errors import BadRequest, GatewayError
@@ -52,6 +52,9 @@ class Asked(Struct, frozen=True, kw_only=True):
     output_limit: int | None  # tokens, all choices together, if the client set a limit
     input_estimate: int  # tokens
     needs: frozenset[str] = frozenset()  # what not every model can do (`gateway.config.Need`)
+    text_bytes: int = 0  # of the body, media left out
+    images: int = 0  # and other media parts
+    user: str | None = None  # the end user, as the client names them
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -65,6 +68,7 @@ class Call(Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     client_request_id: str | None = None
     fault: GatewayError | None = None  # why the body could not be taken
+    answer_headers: dict[str, str] = field(default_factory=dict)  # what stages add to any answer
 
     def credential(self) -> Credential:
         """The key it came with. Raises Unauthenticated."""
@@ -94,6 +98,7 @@ class Call(Struct, frozen=True, kw_only=True):
             limit = view.max_completion_tokens
         choices = view.n or 1
         options = view.stream_options
+        images, media_bytes = _media(view) if isinstance(view, ChatBody) else (0, 0)
         return Asked(
             model=view.model,
             stream=bool(view.stream),
@@ -102,6 +107,9 @@ class Call(Struct, frozen=True, kw_only=True):
             output_limit=None if limit is None else limit * choices,
             input_estimate=len(self.body) // BYTES_PER_TOKEN,
             needs=_needs(view),
+            text_bytes=len(self.body) - media_bytes,
+            images=images,
+            user=view.safety_identifier or view.user,
         )
 
 
@@ -117,6 +125,18 @@ def _needs(view: ChatBody | CompletionBody) -> frozenset[str]:
         if view.response_format and bytes(view.response_format.get("type", b"")) == _JSON_SCHEMA:
             needs.append("json_schema")
     return frozenset(needs) if needs else _NOTHING
+
+
+def _media(view: ChatBody) -> tuple[int, int]:
+    """How many parts are not text, and how many bytes of the body they take."""
+    count = size = 0
+    for message in view.messages:
+        if isinstance(message.content, list):
+            for part in message.content:
+                if "text" not in part:
+                    count += 1
+                    size += sum(len(memoryview(value)) for value in part.values())
+    return count, size
 
 
 def _wrong_field(error: msgspec.ValidationError) -> BadRequest:

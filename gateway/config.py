@@ -16,6 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from backends.settings import BackendSettings, EngineSettings
+from gateway.allowances import BudgetSettings, LimitSettings, check_budget, check_limit
+from gateway.errors import BadRequest
 from telemetry.settings import TelemetrySettings
 
 Json = Any
@@ -79,6 +81,13 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wal_dir: Annotated[
         str | None,
         Meta(description="Folder of the write-ahead log, on a local disk. Absent: in data_dir."),
+    ] = None
+    redis: Annotated[
+        str | None,
+        Meta(
+            description="redis://, rediss:// or unix:// URL of the counters that all replicas "
+            "share, or a secret reference to it. Absent: counted in this process."
+        ),
     ] = None
 
 
@@ -145,6 +154,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engines: tuple[EngineSettings, ...] = ()
     routes: tuple[RouteSettings, ...] = ()
     health: HealthSettings = HealthSettings()
+    limits: LimitSettings = LimitSettings()
+    budgets: BudgetSettings = BudgetSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @property
@@ -273,6 +284,10 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
+    problems += _allowance_problems(config)
+    redis = config.store.redis
+    if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
+        problems.append("store.redis: must start with redis://, rediss:// or unix://")
     for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
@@ -283,6 +298,25 @@ def _meaning_problems(config: Config) -> list[str]:
             f"(host is {config.server.host}); set env:NAME or file:PATH"
         )
     return problems
+
+
+def _allowance_problems(config: Config) -> list[str]:
+    problems: list[str] = []
+    for name in ("tenant", "key", "user"):
+        dollars = getattr(config.limits, name).dollars_per_hour
+        if dollars is not None:
+            try:
+                check_limit("tenant", None, "spend", dollars, 3600)
+            except BadRequest as error:
+                problems.append(f"limits.{name}.dollars_per_hour: {error.message}")
+    for name in ("tenant_usd", "key_usd"):
+        amount = getattr(config.budgets, name)
+        try:
+            check_budget("tenant", None, amount or Decimal(0), "month", None, config.budgets.zone)
+        except BadRequest as error:
+            key = "zone" if error.param == "zone" else name
+            problems.append(f"budgets.{key}: {error.message}")
+    return list(dict.fromkeys(problems))
 
 
 def _reference_problems(data: Mapping[str, Json]) -> list[str]:
@@ -304,6 +338,7 @@ def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     ]
 
 
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 REFERENCE_RULE = "write a reference (env:NAME or file:PATH), never the secret itself"
 
 
@@ -341,7 +376,7 @@ def check_references(config: Config, environment: Mapping[str, str]) -> None:
     each that cannot be had."""
     references = [(f"backends[{i}].api_key", b.api_key) for i, b in enumerate(config.backends)]
     references += [(f"server.{key}", getattr(config.server, key)) for key in _SERVER_SECRETS]
-    references.append(("store.database", config.store.database))
+    references += [(f"store.{key}", getattr(config.store, key)) for key in ("database", "redis")]
     problems: list[str] = []
     for path, reference in references:
         try:
@@ -383,9 +418,10 @@ def masked(config: Config) -> dict[str, Json]:
     """The effective config for printing: passwords inside URLs are masked, references are not
     secrets."""
     data: dict[str, Json] = msgspec.to_builtins(config, str_keys=True)
-    database = config.store.database
-    if database and "@" in database and not is_reference(database):
-        head, _, tail = database.rpartition("@")
-        scheme, _, user = head.partition("://")
-        data["store"]["database"] = f"{scheme}://{user.split(':')[0]}:***@{tail}"
+    for key in ("database", "redis"):
+        url = getattr(config.store, key)
+        if url and "@" in url and not is_reference(url):
+            head, _, tail = url.rpartition("@")
+            scheme, _, user = head.partition("://")
+            data["store"][key] = f"{scheme}://{user.split(':')[0]}:***@{tail}"
     return data

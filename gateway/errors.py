@@ -14,6 +14,10 @@ GatewayError
 ├─ Draining             503  shutting down
 ├─ LedgerUnavailable    503  the write-ahead log cannot take an intent: nothing is admitted
 ├─ StoreUnavailable     503  the database cannot be reached (admin writes, unknown keys)
+├─ RateLimited          429  a limit on requests or tokens; says which, and when it frees
+├─ ConcurrencyFull      429  too many requests at the same time
+├─ BudgetSpent          429  a budget; not to be retried
+├─ LimitsUnavailable    503  the store of the counters is away, and a limit is strict
 ├─ UpstreamError        502  every attempt failed; the cause decides code and retry hints
 ├─ UpstreamTimeout      504
 ├─ UpstreamRateLimited  429
@@ -150,6 +154,38 @@ class StoreUnavailable(GatewayError):
     status = 503
     type = "server_error"
     code = "store_unavailable"
+    retryable = True
+
+
+class RateLimited(GatewayError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    outcome = Outcome.RATE_LIMITED
+    retryable = True
+
+
+class TooLargeForLimit(RateLimited):
+    """This request alone is more than the limit: waiting does not help."""
+
+    retryable = False
+
+
+class ConcurrencyFull(RateLimited):
+    pass
+
+
+class BudgetSpent(GatewayError):
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+    outcome = Outcome.BUDGET_REFUSED
+
+
+class LimitsUnavailable(GatewayError):
+    status = 503
+    code = "limits_unavailable"
+    outcome = Outcome.SHED
     retryable = True
 
 

@@ -11,6 +11,7 @@ from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
 from gateway.dispatch import first_success
 from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
+from gateway.limits import Limits
 from gateway.refusals import Refusals
 from gateway.routing import Route, Target, capable, plan
 from gateway.runtime import Runtime, RuntimeHolder
@@ -24,10 +25,17 @@ class Gateway:
     """The stages in their order, and the objects that they act through."""
 
     def __init__(
-        self, *, runtimes: RuntimeHolder, auth: Auth, ledger: Ledger, refusals: Refusals
+        self,
+        *,
+        runtimes: RuntimeHolder,
+        auth: Auth,
+        limits: Limits,
+        ledger: Ledger,
+        refusals: Refusals,
     ) -> None:
         self.runtimes = runtimes
         self.auth = auth
+        self.limits = limits
         self.ledger = ledger
         self.refusals = refusals
         self.draining = False
@@ -57,6 +65,7 @@ class Gateway:
                 route = runtime.route(asked.model, caller)
                 targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
+                await self.limits.admit(call, caller, asked, targets)
                 self._intend(record)  # in the log before anything is spent
             call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             live = await first_success(

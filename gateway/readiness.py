@@ -16,6 +16,7 @@ class ReadinessState(Struct, frozen=True, kw_only=True):
     draining: bool
     ledger: str  # "ok", or why nothing is admitted
     database: str  # "ok", or "unreachable": known keys go on, admin writes do not
+    limits: str  # "ok", or how limits are kept while Redis is away
     backends: dict[str, str]  # name → "ready", or what it is doing
 
 
@@ -48,6 +49,7 @@ class Readiness:
             draining=self._gateway.draining,
             ledger=trouble or "ok",
             database="ok" if self._worker.is_database_reachable else "unreachable",
+            limits=self._gateway.limits.mode,
             backends={name: down.get(name, "ready") for name in runtime.upstreams},
         )
 

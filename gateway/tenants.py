@@ -12,15 +12,18 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 from uuid import UUID
 
 import asyncpg
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Connection,
     ForeignKey,
     Index,
@@ -37,13 +40,15 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from gateway.allowances import Budget, Limit
 from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable
 from gateway.keys import MODEL_PATTERN, PREFIX, KeyRing
 from telemetry.clock import Clock
 from telemetry.database import open_engine
 from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
+from telemetry.money import plain
 from telemetry.redaction import Secret
-from telemetry.tables import UtcTime
+from telemetry.tables import Money, UtcTime
 
 TenantState = Literal["active", "suspended", "deleted"]
 KeyState = Literal["active", "rotated", "expired", "revoked"]
@@ -116,6 +121,42 @@ class KeyRow(TenantBase):
         Index("ix_api_key_tenant", "tenant_id", "id"),
         Index("ix_api_key_changed", "changed"),
     )
+
+
+class LimitRow(TenantBase):
+    """One limit. Unlike keys, a limit that is removed is gone: the audit log remembers it."""
+
+    __tablename__ = "usage_limit"
+
+    id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(36), ForeignKey("tenant.id"))
+    scope: Mapped[str] = mapped_column(String(16))
+    subject: Mapped[str | None] = mapped_column(String(256))  # null: each
+    counts: Mapped[str] = mapped_column(String(16))
+    amount: Mapped[Decimal] = mapped_column(Money)
+    per_s: Mapped[int | None] = mapped_column(Integer)
+    strict: Mapped[bool] = mapped_column(Boolean)
+
+    __table_args__ = (Index("ix_usage_limit_tenant", "tenant_id"),)
+
+
+class BudgetRow(TenantBase):
+    """One budget; what is spent of it is not here but in the ledger."""
+
+    __tablename__ = "budget"
+
+    id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(36), ForeignKey("tenant.id"))
+    scope: Mapped[str] = mapped_column(String(16))
+    subject: Mapped[str | None] = mapped_column(String(256))  # null: each
+    amount_usd: Mapped[Decimal] = mapped_column(Money)
+    window: Mapped[str] = mapped_column(String(16))
+    hours: Mapped[int | None] = mapped_column(Integer)
+    zone: Mapped[str] = mapped_column(String(64))
+    mode: Mapped[str] = mapped_column(String(16))
+    strict: Mapped[bool] = mapped_column(Boolean)
+
+    __table_args__ = (Index("ix_budget_tenant", "tenant_id"),)
 
 
 class AuditRow(TenantBase):
@@ -239,6 +280,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     expires_at: datetime | None
     revoked_at: datetime | None
     grace_until: datetime | None
+    limits: tuple[Limit, ...] = ()  # of the tenant, all of them
+    budgets: tuple[Budget, ...] = ()
 
     __repr__ = object.__repr__
 
@@ -258,8 +301,9 @@ class Page(Generic[Item]):
 
 
 @dataclass(slots=True)
-class _Write:
-    """One open write transaction."""
+class Write:
+    """One open write transaction. Whoever changes what a key may do stamps its row, or its
+    tenant's, with `number`: then every replica hears of it."""
 
     db: AsyncSession
     number: int
@@ -299,7 +343,7 @@ class Tenants:
 
     async def verify_pepper(self) -> None:
         """Raise Conflict when the keys in this database were made under another pepper."""
-        async with self._reading() as db:
+        async with self.reading() as db:
             state = await db.get(IdentityStateRow, 1)
         if state is not None and state.pepper_check is not None:
             self._same_pepper(state.pepper_check)
@@ -312,7 +356,7 @@ class Tenants:
         _check_name(name)
         _check_labels(labels or {})
         try:
-            async with self._writing(actor) as write:
+            async with self.writing(actor) as write:
                 row = TenantRow(
                     id=new_tenant_id(write.now_ns),
                     name=name,
@@ -334,13 +378,13 @@ class Tenants:
         query = select(TenantRow).order_by(TenantRow.id).limit(_page_size(limit) + 1)
         if after is not None:
             query = query.where(TenantRow.id > _cursor(after))
-        async with self._reading() as db:
+        async with self.reading() as db:
             rows = (await db.scalars(query)).all()
         return Page([_tenant(row) for row in rows[:limit]], len(rows) > limit)
 
     async def tenant(self, ref: str) -> Tenant:
-        async with self._reading() as db:
-            return _tenant(await _find_tenant(db, ref))
+        async with self.reading() as db:
+            return _tenant(await find_tenant(db, ref))
 
     async def suspend_tenant(self, ref: str, *, actor: str) -> Tenant:
         """From now on its keys are refused. Suspending twice is one act."""
@@ -351,8 +395,8 @@ class Tenants:
 
     async def delete_tenant(self, ref: str, *, actor: str) -> Tenant:
         """For good: its keys are revoked and its name is free again; its usage stays."""
-        async with self._writing(actor) as write:
-            row = await _find_tenant(write.db, ref)
+        async with self.writing(actor) as write:
+            row = await find_tenant(write.db, ref)
             if row.state == "deleted":
                 return _tenant(row)
             keys = await write.db.scalars(
@@ -363,14 +407,14 @@ class Tenants:
             return self._move(write, row, "deleted", "tenant.delete")
 
     async def _set_state(self, ref: str, state: TenantState, action: str, actor: str) -> Tenant:
-        async with self._writing(actor) as write:
-            row = await _find_tenant(write.db, ref)
+        async with self.writing(actor) as write:
+            row = await find_tenant(write.db, ref)
             if row.state == state:
                 return _tenant(row)
-            _check_alive(row)
+            check_alive(row)
             return self._move(write, row, state, action)
 
-    def _move(self, write: _Write, row: TenantRow, state: TenantState, action: str) -> Tenant:
+    def _move(self, write: Write, row: TenantRow, state: TenantState, action: str) -> Tenant:
         before = _tenant(row)
         row.state = state
         row.changed = write.number
@@ -390,9 +434,9 @@ class Tenants:
     ) -> IssuedKey:
         """`model_allow`: names and `prefix*` patterns; None allows all, an empty list none."""
         self._check_key(name, model_allow, expires_at)
-        async with self._writing(actor) as write:
-            owner = await _find_tenant(write.db, tenant)
-            _check_alive(owner)
+        async with self.writing(actor) as write:
+            owner = await find_tenant(write.db, tenant)
+            check_alive(owner)
             row, secret = await self._mint(
                 write,
                 tenant_id=owner.id,
@@ -410,16 +454,16 @@ class Tenants:
         query = select(KeyRow).order_by(KeyRow.id).limit(_page_size(limit) + 1)
         if after is not None:
             query = query.where(KeyRow.id > _cursor(after))
-        async with self._reading() as db:
+        async with self.reading() as db:
             if tenant is not None:
-                query = query.where(KeyRow.tenant_id == (await _find_tenant(db, tenant)).id)
+                query = query.where(KeyRow.tenant_id == (await find_tenant(db, tenant)).id)
             rows = (await db.scalars(query)).all()
         now = self._now()
         return Page([_key(row, now) for row in rows[:limit]], len(rows) > limit)
 
     async def key(self, ref: str) -> Key:
-        async with self._reading() as db:
-            return _key(await _find_key(db, ref), self._now())
+        async with self.reading() as db:
+            return _key(await find_key(db, ref), self._now())
 
     async def rotate_key(self, ref: str, grace: timedelta, *, actor: str) -> IssuedKey:
         """A new key like the old one, which works on until `grace` has passed. A key that expires
@@ -428,8 +472,8 @@ class Tenants:
             raise BadRequest(
                 f"The grace period must be between 0 and {MAX_GRACE.days} days.", param="grace_s"
             )
-        async with self._writing(actor) as write:
-            old = await _find_key(write.db, ref)
+        async with self.writing(actor) as write:
+            old = await find_key(write.db, ref)
             await self._check_usable(write, old)
             before = _key(old, write.at)
             new, secret = await self._mint(
@@ -448,8 +492,8 @@ class Tenants:
 
     async def revoke_key(self, ref: str, *, actor: str) -> Key:
         """At once and for good; a second time changes nothing."""
-        async with self._writing(actor) as write:
-            row = await _find_key(write.db, ref)
+        async with self.writing(actor) as write:
+            row = await find_key(write.db, ref)
             if row.revoked_at is None:
                 self._revoke(write, row)
             return _key(row, write.at)
@@ -460,8 +504,8 @@ class Tenants:
             None if change.model_allow is UNSET else change.model_allow,
             None if change.expires_at is UNSET else change.expires_at,
         )
-        async with self._writing(actor) as write:
-            row = await _find_key(write.db, ref)
+        async with self.writing(actor) as write:
+            row = await find_key(write.db, ref)
             if row.revoked_at is not None:
                 raise Conflict("This key is revoked; create a new one.")
             before = _key(row, write.at)
@@ -476,7 +520,7 @@ class Tenants:
 
     async def _mint(
         self,
-        write: _Write,
+        write: Write,
         *,
         tenant_id: str,
         name: str,
@@ -500,14 +544,14 @@ class Tenants:
         await write.db.flush()
         return row, minted.secret
 
-    def _revoke(self, write: _Write, row: KeyRow) -> None:
+    def _revoke(self, write: Write, row: KeyRow) -> None:
         before = _key(row, write.at)
         row.revoked_at = write.at
         row.changed = write.number
         write.record("key.revoke", f"key/{row.id}", before, _key(row, write.at))
 
-    async def _check_usable(self, write: _Write, row: KeyRow) -> None:
-        _check_alive(await _find_tenant(write.db, row.tenant_id))
+    async def _check_usable(self, write: Write, row: KeyRow) -> None:
+        check_alive(await find_tenant(write.db, row.tenant_id))
         state = _key(row, write.at).state
         if state in ("revoked", "expired"):
             raise Conflict(f"This key is {state}; create a new one.")
@@ -531,7 +575,7 @@ class Tenants:
                 "The expiry must be in the future, within 100 years.", param="expires_at"
             )
 
-    async def _claim_pepper(self, write: _Write) -> None:
+    async def _claim_pepper(self, write: Write) -> None:
         state = await write.db.get_one(IdentityStateRow, 1)
         if state.pepper_check is None:
             state.pepper_check = self._ring.fingerprint()
@@ -552,11 +596,13 @@ class Tenants:
             .join(TenantRow, TenantRow.id == KeyRow.tenant_id)
             .where(KeyRow.public_id == public_id)
         )
-        async with self._reading() as db:
+        async with self.reading() as db:
             found = (await db.execute(query)).one_or_none()
-        if found is None:
-            return None
-        key, tenant = found
+            if found is None:
+                return None
+            key, tenant = found
+            limits = await limits_of(db, tenant.id)
+            budgets = await budgets_of(db, tenant.id)
         return Identity(
             key_id=KeyId(key.id),
             public_id=key.public_id,
@@ -568,11 +614,13 @@ class Tenants:
             expires_at=key.expires_at,
             revoked_at=key.revoked_at,
             grace_until=key.grace_until,
+            limits=tuple(limits),
+            budgets=tuple(budgets),
         )
 
     async def version(self) -> int:
         """The number of the last committed write."""
-        async with self._reading() as db:
+        async with self.reading() as db:
             return _required(await db.scalar(select(IdentityStateRow.version)))
 
     async def changed_since(self, version: int) -> list[str] | None:
@@ -583,20 +631,20 @@ class Tenants:
             .where(or_(KeyRow.changed > version, TenantRow.changed > version))
             .limit(MAX_CHANGES + 1)
         )
-        async with self._reading() as db:
+        async with self.reading() as db:
             found = (await db.scalars(query)).all()
         return None if len(found) > MAX_CHANGES else list(found)
 
     # -- transactions
 
     @asynccontextmanager
-    async def _reading(self) -> AsyncIterator[AsyncSession]:
+    async def reading(self) -> AsyncIterator[AsyncSession]:
         with translating_database_errors():
             async with AsyncSession(self._engine, expire_on_commit=False) as db:
                 yield db
 
     @asynccontextmanager
-    async def _writing(self, actor: str) -> AsyncIterator[_Write]:
+    async def writing(self, actor: str) -> AsyncIterator[Write]:
         with translating_database_errors():
             async with AsyncSession(self._engine, expire_on_commit=False) as db, db.begin():
                 # First, and in both databases a lock until commit: writes are one after the other.
@@ -607,7 +655,7 @@ class Tenants:
                     .returning(IdentityStateRow.version)
                 )
                 now_ns = self._clock.now_ns()
-                yield _Write(db, _required(number), _instant(now_ns), now_ns, actor)
+                yield Write(db, _required(number), _instant(now_ns), now_ns, actor)
 
     def _now(self) -> datetime:
         return _instant(self._clock.now_ns())
@@ -648,7 +696,7 @@ def _required(number: int | None) -> int:
     return number
 
 
-async def _find_tenant(db: AsyncSession, ref: str) -> TenantRow:
+async def find_tenant(db: AsyncSession, ref: str) -> TenantRow:
     query = select(TenantRow)
     if _is_uuid(ref):
         query = query.where(TenantRow.id == ref.lower())
@@ -662,7 +710,7 @@ async def _find_tenant(db: AsyncSession, ref: str) -> TenantRow:
     return row
 
 
-async def _find_key(db: AsyncSession, ref: str) -> KeyRow:
+async def find_key(db: AsyncSession, ref: str) -> KeyRow:
     query = select(KeyRow)
     if _is_uuid(ref):
         query = query.where(KeyRow.id == ref.lower())
@@ -675,6 +723,26 @@ async def _find_key(db: AsyncSession, ref: str) -> KeyRow:
     if row is None:
         raise NotFound("No such key.")
     return row
+
+
+async def limits_of(db: AsyncSession, tenant_id: str | None) -> list[Limit]:
+    """A tenant's limits, or all, by age."""
+    query = select(LimitRow).order_by(LimitRow.id)
+    if tenant_id is not None:
+        query = query.where(LimitRow.tenant_id == tenant_id)
+    rows = (await db.scalars(query)).all()
+    limits = [msgspec.convert(row, Limit, from_attributes=True) for row in rows]
+    return [replace(limit, amount=Decimal(plain(limit.amount))) for limit in limits]
+
+
+async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
+    """A tenant's budgets, or all, by age."""
+    query = select(BudgetRow).order_by(BudgetRow.id)
+    if tenant_id is not None:
+        query = query.where(BudgetRow.tenant_id == tenant_id)
+    rows = (await db.scalars(query)).all()
+    budgets = [msgspec.convert(row, Budget, from_attributes=True) for row in rows]
+    return [replace(budget, amount_usd=Decimal(plain(budget.amount_usd))) for budget in budgets]
 
 
 def _tenant(row: TenantRow) -> Tenant:
@@ -706,7 +774,7 @@ def _key_state(row: KeyRow, now: datetime) -> KeyState:
     return "active" if row.rotated_to is None else "rotated"
 
 
-def _check_alive(row: TenantRow) -> None:
+def check_alive(row: TenantRow) -> None:
     if row.state == "deleted":
         raise Conflict("This tenant is deleted; create a new one.")
 
@@ -780,6 +848,7 @@ def _instant(now_ns: int) -> datetime:
 
 __all__ = [
     "AuditRow",
+    "BudgetRow",
     "Identity",
     "IdentityStateRow",
     "IssuedKey",
@@ -787,10 +856,24 @@ __all__ = [
     "KeyChange",
     "KeyRow",
     "KeyState",
+    "LimitRow",
     "Page",
     "Tenant",
     "TenantBase",
     "TenantRow",
     "TenantState",
     "Tenants",
+    "Write",
 ]
+
+
+async def tenant_names(tenants: Tenants) -> dict[str, str]:
+    """id → name of every tenant, deleted ones too."""
+    names: dict[str, str] = {}
+    after: str | None = None
+    while True:
+        page = await tenants.tenants(after=after, limit=MAX_PAGE)
+        names |= {tenant.id: tenant.name for tenant in page.items}
+        if not page.has_more:
+            return names
+        after = page.items[-1].id

@@ -44,6 +44,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
 
 
 class ChatBody(Sampling, frozen=True, kw_only=True):

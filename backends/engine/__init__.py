@@ -1,5 +1,7 @@
 """Our inference engine: a server of its own that speaks the OpenAI API and meters its own time.
 
 Read `engine.py` for the step loop, `scheduler.py` for who computes next, `account.py` for what a
-step costs whom. Only `attention`, `model`, `runner` and `sampler` know torch.
+step costs whom. `server`, `wire` and `render` are the API; `chat`, `tools` and `toolcalls` what is
+said to the model and how its calls are read; `guided` what it may say. Only `attention`, `model`,
+`runner` and `sampler` know torch.
 """

@@ -42,6 +42,10 @@ from telemetry.logs import LogFormat
     "--max-batch-tokens", default=512, type=click.IntRange(min=64), help="New tokens in a step."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: physical cores.")
+@click.option(
+    "--tool-calls", default="auto", help="How the model writes tool calls; auto: by its template.",
+    type=click.Choice(["auto", "hermes", "llama3_json", "mistral", "pythonic"]),
+)  # fmt: skip
 @click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
@@ -56,6 +60,7 @@ from telemetry.logs import LogFormat
     "--log-format", default="auto", type=click.Choice(["auto", "json", "console"]),
     help="auto: for people on a terminal, JSON elsewhere.",
 )  # fmt: skip
+@click.option("--vllm-metrics", is_flag=True, help="Add metrics under the names vLLM gives them.")
 def main(
     host: str,
     port: int,
@@ -66,6 +71,7 @@ def main(
     spans_file: Path | None,
     service_name: str,
     log_format: LogFormat,
+    vllm_metrics: bool,
     **settings: object,
 ) -> None:
     """Serve one model over the OpenAI API."""
@@ -82,6 +88,7 @@ def main(
             spans_file=spans_file,
             service_name=service_name,
             log_format=log_format,
+            vllm_metrics=vllm_metrics,
         ),
         on_ready=partial(_say, given.name),
         drain_s=drain_s,

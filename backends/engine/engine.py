@@ -73,6 +73,8 @@ class Stats:
         self.batch_size_sum = 0
         self.preemptions = 0
         self.jobs: Counter[str] = Counter()  # by how they ended
+        self.generated = 0  # tokens drawn
+        self.finishes: Counter[str] = Counter()  # choices by finish reason
 
 
 class Stream:
@@ -350,7 +352,7 @@ class Engine:
             arrival=next(self._arrivals),
             max_tokens=max_tokens,
             seed=lane_seed(request.seed, index),
-            decoder=self._tokenizer.decoder(),
+            decoder=self._tokenizer.decoder(request.shown),
             stops=StopMatcher(request.stop),
         )
 
@@ -462,7 +464,8 @@ class _StepLoop:
                 self._commit(row, outcome)
             except Exception as error:
                 log.exception("job %d failed", row.sequence.job.job_id)
-                self._end(row.sequence.job, Failed(f"failed: {type(error).__name__}"), "failed")
+                message = getattr(error, "message", f"failed: {type(error).__name__}")
+                self._end(row.sequence.job, Failed(message), "failed")
         self._flush()
 
     def _run(self, rows: list[Row]) -> StepResult:
@@ -516,6 +519,7 @@ class _StepLoop:
         job.clocks.first_token_ns = job.clocks.first_token_ns or now_ns
         job.clocks.last_token_ns = now_ns
         sequence.append(choice.token)
+        self._engine.stats.generated += 1
         is_end = self._engine.is_end(choice.token) and not job.request.ignore_eos
         finish = None
         text = ""
@@ -524,7 +528,9 @@ class _StepLoop:
         else:
             sequence.entries.add(choice)
             text = sequence.text_of(choice.token)
-            if sequence.n_output >= sequence.max_tokens:
+            if sequence.guide is not None and sequence.guide.is_over:
+                finish = FinishReason.STOP
+            elif sequence.n_output >= sequence.max_tokens:
                 finish = FinishReason.LENGTH
         if sequence.stops.matched is not None:
             finish = FinishReason.STOP
@@ -546,6 +552,7 @@ class _StepLoop:
             text += sequence.last_text()
         is_cut = sequence.stops.matched is not None
         sequence.finish = FinishReason.STOP if is_cut else finish
+        self._engine.stats.finishes[sequence.finish.value] += 1
         entries = sequence.entries.released(len(text), is_cut=is_cut, is_last=True)
         self._say(
             sequence,

@@ -4,6 +4,9 @@ What there is to see is declared in `telemetry.metrics`, once; here is only wher
 from. Every series of a closed label list exists from the start, at zero, so that a rate sees the
 first event. Seconds are microsecond counts divided at the last moment: the sum of step_seconds over
 its phases is the engine's wall time.
+
+For scrapers and autoscalers that were made for vLLM there are its names too, where the meaning is
+the same: an addition by switch, never a second count.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,8 +35,9 @@ assert declared.ENGINE_BATCH_SIZE.buckets == BATCH_BUCKETS, "counted as they are
 class EngineMetrics(Collector):
     """A registry with one collector: this engine."""
 
-    def __init__(self, engine: Engine, *, model: str) -> None:
+    def __init__(self, engine: Engine, *, model: str, with_vllm_names: bool = False) -> None:
         self._engine = engine
+        self._with_vllm_names = with_vllm_names
         self._model = model
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -46,6 +50,35 @@ class EngineMetrics(Collector):
         for metric, read in _READS.items():
             yield self._family(metric, read(self._engine))
         yield self._batch_size()
+        if self._with_vllm_names:
+            yield from self._vllm()
+
+    def _vllm(self) -> Iterator[Family]:
+        """https://docs.vllm.ai/en/latest/usage/metrics/, names and labels as there."""
+        engine, stats = self._engine, self._engine.stats
+        label = ["model_name"]
+        for name, text, value in (
+            ("num_requests_running", "Sequences that hold KV blocks.", float(engine.running)),
+            ("num_requests_waiting", "Sequences not started.", float(engine.waiting)),
+            ("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", _kv_usage(engine)),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=label)
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, text, count in (
+            ("prompt_tokens", "Prompt tokens computed.", stats.tokens["prefill"]),
+            ("generation_tokens", "Tokens generated.", stats.generated),
+            ("num_preemptions", "Sequences that lost their KV blocks.", stats.preemptions),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=label)
+            counter.add_metric([self._model], count)
+            yield counter
+        success = CounterMetricFamily(
+            "vllm:request_success", "Finished choices.", labels=[*label, "finished_reason"]
+        )
+        for theirs, ours in (("stop", "stop"), ("length", "length"), ("abort", "cancelled")):
+            success.add_metric([self._model, theirs], stats.finishes[ours])
+        yield success
 
     def _family(self, metric: Metric, value: "float | Mapping[str, float]") -> Family:
         """A number, or one for each value of the label beside `model`."""

@@ -2,7 +2,8 @@
 on what else is in the batch.
 
 Order: repetition, presence and frequency penalty, logit_bias; log-probabilities are reported from
-here; then temperature, top_k, top_p, min_p, and the draw. Greedy takes the lowest id among equals.
+here; then a guide's mask, temperature, top_k, top_p, min_p, and the draw. Greedy takes the lowest
+id among equals.
 The n-th draw of a sequence uses the n-th number of a counter-based generator, so a seed gives the
 same text whatever was drawn for others in between.
 """
@@ -11,6 +12,7 @@ import math
 
 import torch
 
+from backends.engine.guided import Guide, GuideFailed
 from backends.engine.seeds import uniform
 from backends.engine.types import Sampling, Sequence, TokenChoice, TokenLogprob
 
@@ -26,12 +28,13 @@ def sample(logits: torch.Tensor, sequence: Sequence) -> TokenChoice:
         logits = _adjusted(logits, sequence, sampling)
     if not math.isfinite(float(logits.max())):
         raise LogitsInvalid("the model produced numbers that are not finite")
+    open_to = logits if sequence.guide is None else _guided(logits, sequence.guide)
     if sampling.is_greedy:
-        token = int(torch.argmax(logits))
+        token = int(torch.argmax(open_to))
     else:
         draw = uniform(sequence.seed, sequence.draws)
         sequence.draws += 1
-        token = _draw(probabilities(logits, sampling), draw)
+        token = _draw(probabilities(open_to, sampling), draw)
     if sampling.logprobs is None:
         return TokenChoice(token)
     return _with_logprobs(token, logits, sampling.logprobs)
@@ -47,6 +50,16 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.min_p > 0.0:
         p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)
     return p
+
+
+def _guided(logits: torch.Tensor, guide: Guide) -> torch.Tensor:
+    allowed = torch.frombuffer(bytearray(guide.allowed()), dtype=torch.uint8)  # (vocab,)
+    masked = torch.full_like(logits, -math.inf)
+    ids = torch.nonzero(allowed[: logits.numel()])[:, 0]
+    if not ids.numel():
+        raise GuideFailed("no token may follow")
+    masked[ids] = logits[ids]
+    return masked
 
 
 def _adjusted(logits: torch.Tensor, sequence: Sequence, sampling: Sampling) -> torch.Tensor:

@@ -49,12 +49,13 @@ class Listen(Struct, frozen=True, kw_only=True):
 
 class Telemetry(Struct, frozen=True, kw_only=True):
     """Where spans go: to a collector (OTLP/HTTP base), or as JSON lines into a file, or nowhere.
-    How log lines look."""
+    How log lines look, and whether /metrics has vLLM's names beside ours."""
 
     otlp_endpoint: str | None = None
     spans_file: Path | None = None
     service_name: str = "meterline-engine"
     log_format: logs.LogFormat = "auto"
+    vllm_metrics: bool = False
 
 
 class Built(Struct, frozen=True):
@@ -85,7 +86,13 @@ def physical_cores(cpuinfo: str, available: set[int]) -> int:
     return max(1, len(cores) or len(available))
 
 
-def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = discard) -> Built:
+def build(
+    settings: EngineSettings,
+    *,
+    clock: Clock | None = None,
+    emit: Emit = discard,
+    vllm_metrics: bool = False,
+) -> Built:
     """Check the model file and compose the engine. Raises StartFailed; takes no torch."""
     if settings.device == "cuda":
         raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
@@ -113,8 +120,10 @@ def build(settings: EngineSettings, *, clock: Clock | None = None, emit: Emit = 
         context=context,
         created=int(file.path.stat().st_mtime),
     )
-    parser = Parser(words, template, Limits(model=name, context=context))
-    return Built(engine, EngineApp(engine, parser, words, model, clock))
+    family = None if settings.tool_calls == "auto" else settings.tool_calls
+    parser = Parser(words, template, Limits(model=name, context=context), family=family)
+    app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics)
+    return Built(engine, app)
 
 
 def serve(
@@ -136,7 +145,8 @@ def serve(
     logs.configure(fmt=told.log_format)
     spans = _open_spans(told)
     try:
-        built = build(settings, emit=discard if spans is None else exporting(spans))
+        emit = discard if spans is None else exporting(spans)
+        built = build(settings, emit=emit, vllm_metrics=told.vllm_metrics)
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)

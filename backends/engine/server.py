@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
+from backends.engine.guided import Guides
 from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
 from backends.engine.render import Renderer
 from backends.engine.tokenizer import Tokenizer
@@ -79,8 +80,8 @@ class _Gone(Exception):
 
 
 class EngineApp:
-    """Routes: /v1/chat/completions, /v1/completions, /v1/requests/{id}/cancel, /v1/models[/{id}],
-    /health, /metrics."""
+    """Routes: /v1/chat/completions, /v1/completions, /v1/requests/{id}/cancel, /tokenize,
+    /detokenize, /v1/models[/{id}], /health, /metrics."""
 
     def __init__(
         self,
@@ -89,13 +90,20 @@ class EngineApp:
         tokenizer: Tokenizer,
         model: ServedModel,
         clock: Clock,
+        *,
+        vllm_metrics: bool = False,
     ) -> None:
         self._engine = engine
         self._parser = parser
         self._tokenizer = tokenizer
         self._model = model
         self._clock = clock
-        self._metrics = EngineMetrics(engine, model=model.name)
+        self._metrics = EngineMetrics(engine, model=model.name, with_vllm_names=vllm_metrics)
+        self._guides = Guides(tokenizer)
+        self._translations: dict[str, Callable[[bytes], Struct]] = {
+            "/tokenize": parser.tokenize,
+            "/detokenize": parser.detokenize,
+        }
         self._running: dict[str, list[_Running]] = {}  # by the x-request-id that they came with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +129,8 @@ class EngineApp:
         path, method = scope["path"].rstrip("/"), scope["method"]
         surface = _SURFACES.get(path)
         to_cancel = _CANCEL.fullmatch(path)
-        allowed = "POST" if surface or to_cancel else "GET"
+        translate = self._translations.get(path)
+        allowed = "POST" if surface or to_cancel or translate else "GET"
         if method != allowed and not (method == "HEAD" and allowed == "GET"):
             if allowed == "GET" and not self._is_page(path):
                 raise _not_found(path)
@@ -133,6 +142,8 @@ class EngineApp:
                 await self._answer(surface, scope, exchange, running)
         elif to_cancel:
             await self._cancel(to_cancel["id"], exchange)
+        elif translate:
+            await self._translate(translate, exchange)
         elif path == "/health":
             await self._health(exchange)
         elif path == "/metrics":
@@ -202,6 +213,15 @@ class EngineApp:
         body = {"id": request_id, "object": "request.cancellation", "cancelled": len(among)}
         await exchange.reply(200, msgspec.json.encode(body))
 
+    async def _translate(self, work: Callable[[bytes], Struct], exchange: "_Exchange") -> None:
+        """Text to tokens or back; nothing of it is the engine's work."""
+        data = await exchange.body()
+        try:
+            result = await asyncio.to_thread(work, data)
+        except EngineError as error:
+            raise _problem(error) from error
+        await exchange.reply(200, msgspec.json.encode(result))
+
     async def _answer(
         self, surface: Surface, scope: Scope, exchange: "_Exchange", running: _Running
     ) -> None:
@@ -213,7 +233,10 @@ class EngineApp:
                 ask = parse(data, traceparent=with_traceparent)
             else:
                 ask = await asyncio.to_thread(parse, data, traceparent=with_traceparent)
-            stream = self._engine.submit(ask.job)
+            job = ask.job
+            if ask.constraint is not None:
+                job = structs.replace(job, guide=await self._guides.guide(ask.constraint))
+            stream = self._engine.submit(job)
         except EngineError as error:
             raise _problem(error) from error
         running.began(stream)
@@ -226,6 +249,10 @@ class EngineApp:
             fingerprint=self._model.fingerprint,
             include_usage=ask.include_usage,
             has_logprobs=ask.logprobs is not None,
+            tools=ask.tools,
+            choices_per_prompt=ask.job.n,
+            echoes=ask.echoes,
+            best=ask.best,
         )
         watcher = asyncio.create_task(exchange.until_gone(stream.cancel))
         try:

@@ -81,8 +81,13 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         return self._bytes[token]
 
-    def decoder(self) -> "TextDecoder":
-        return TextDecoder(self)
+    def decoder(self, shown: frozenset[int] = frozenset()) -> "TextDecoder":
+        """`shown`: special tokens whose text counts; all others have none."""
+        return TextDecoder(self, self.special - shown if shown else self.special)
+
+    def special_token(self, text: str) -> int | None:
+        """The special token that is written so."""
+        return self._special.get(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         decoder = self.decoder()
@@ -93,14 +98,15 @@ class TextDecoder:
     """Tokens to text, one at a time. Bytes of an unfinished character wait for the rest; bytes
     that can never be one become U+FFFD, exactly as `bytes.decode(errors="replace")` would."""
 
-    __slots__ = ("_decode", "_tokenizer")
+    __slots__ = ("_decode", "_hidden", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        if token in self._tokenizer.special:
+        if token in self._hidden:
             return ""
         return self._decode.decode(self._tokenizer.token_bytes(token))
 

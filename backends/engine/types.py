@@ -9,6 +9,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
+from backends.engine.guided import Guide
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import TextDecoder
 
@@ -31,6 +32,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k best
+    is_guided: bool = False  # the sequence's guide says which tokens may be drawn
 
     @property
     def is_greedy(self) -> bool:
@@ -41,6 +43,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
         """Whether the raw logits decide, with nothing to change in them."""
         return (
             not self.logit_bias
+            and not self.is_guided
             and self.presence_penalty == 0.0
             and self.frequency_penalty == 0.0
             and self.repetition_penalty == 1.0
@@ -60,6 +63,8 @@ class JobRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower first, as in vLLM
     traceparent: str | None = None
     model: str = ""
+    guide: Guide | None = None  # at its start; each choice gets a copy
+    shown: frozenset[int] = frozenset()  # special tokens whose text is part of the answer
 
 
 class TokenLogprob(Struct, frozen=True, gc=False):
@@ -147,8 +152,9 @@ class Sequence:
     was ever computed: what is computed again below it, after a preemption, is "recompute"."""
 
     __slots__ = (
-        "arrival", "blocks", "counts", "decoder", "draws", "entries", "finish", "high_water",
-        "index", "job", "max_tokens", "n_computed", "n_prompt", "seed", "seen", "stops", "tokens",
+        "arrival", "blocks", "counts", "decoder", "draws", "entries", "finish", "guide",
+        "high_water", "index", "job", "max_tokens", "n_computed", "n_prompt", "seed", "seen",
+        "stops", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -180,6 +186,8 @@ class Sequence:
         self.stops = stops
         self.entries = Entries()
         self.finish: FinishReason | None = None
+        guide = job.request.guide
+        self.guide = None if guide is None else guide.fork()
 
     @property
     def n_output(self) -> int:
@@ -198,6 +206,8 @@ class Sequence:
         self.tokens.append(token)
         self.counts[token] = self.counts.get(token, 0) + 1
         self.seen.add(token)
+        if self.guide is not None:
+            self.guide.advance(token)
 
     def text_of(self, token: int) -> str:
         """What may be sent now that this token came."""

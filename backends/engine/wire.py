@@ -4,7 +4,8 @@ Everything a client can send is checked here, before the engine thread sees it. 
 ignored, as OpenAI-compatible servers do; a known field that would change the answer and is not
 supported is refused, because ignoring it would be a lie.
 Shapes: https://platform.openai.com/docs/api-reference/chat/create and …/completions/create;
-`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt` as in vLLM.
+`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt`, `guided_*` as in
+vLLM.
 """
 
 import math
@@ -13,11 +14,15 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
-from backends.engine.chat import ChatTemplate, Message
+from backends.engine import guided
+from backends.engine.chat import ChatTemplate, Message, ToolCall
 from backends.engine.errors import RequestInvalid
+from backends.engine.guided import Constraint
 from backends.engine.tokenizer import Tokenizer
+from backends.engine.toolcalls import MARKERS, Family
+from backends.engine.tools import NamedTool, ToolBody, ToolUse, tool_use
 from backends.engine.types import JobRequest, Sampling
 
 Surface = Literal["chat", "completions"]
@@ -36,8 +41,15 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: str
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -45,9 +57,23 @@ class ContentPart(Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class MadeCall(Struct, frozen=True):
+    function: CalledFunction
+    id: str = ""
+    type: str = "function"
+
+
 class ChatMessage(Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
 
 
 class _Body(Struct, frozen=True, kw_only=True):
@@ -72,12 +98,18 @@ class _Body(Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Unused] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
     functions: list[Unused] | None = None
 
 
 class ChatBody(_Body, frozen=True, kw_only=True):
     messages: list[ChatMessage]
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -89,6 +121,34 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    tools: list[Unused] | None = None
+
+
+class TokenizeBody(Struct, frozen=True, kw_only=True):
+    """As in vLLM: a text, or messages that go through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[ToolBody] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokenized(Struct, frozen=True, omit_defaults=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str
 
 
 class Ask(Struct, frozen=True, kw_only=True):
@@ -96,9 +156,13 @@ class Ask(Struct, frozen=True, kw_only=True):
 
     surface: Surface
     job: JobRequest
+    constraint: Constraint | None  # to be compiled into the job's guide
     stream: bool
     include_usage: bool
     logprobs: int | None
+    tools: ToolUse | None = None
+    echoes: tuple[str, ...] | None = None  # prompts as text, to stand before their answers
+    best: int | None = None  # choices of each prompt that are shown, the likeliest; None: all
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -111,8 +175,20 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Parser:
     """Bound to one model. Safe to use from any thread: tokenising a long prompt takes a while."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: Limits,
+        *,
+        family: Family | None = None,
+    ) -> None:
+        """`family`: how the model writes tool calls; None: as its template says."""
         self._tokenizer = tokenizer
+        self._family = family
+        self._markers = frozenset(
+            token for text in MARKERS if (token := tokenizer.special_token(text)) is not None
+        )
         self._template = template
         self._limits = limits
         self._longest_token = max(
@@ -130,14 +206,18 @@ class Parser:
             raise RequestInvalid(
                 "send max_tokens or max_completion_tokens, not both", param="max_tokens"
             )
-        messages = _messages(body.messages)
-        self._refuse_absurd(sum(len(m.content) for m in messages), "messages")
-        prompt = self._template.encode(messages)
+        use = tool_use(
+            body.tools,
+            body.tool_choice,
+            is_parallel=body.parallel_tool_calls is not False,
+            family=self._family or self._template.family,
+        )
         return self._ask(
             "chat",
             body,
-            [prompt],
+            [self._prompt_of(self._template, body.messages, use)],
             param="messages",
+            use=use,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             traceparent=traceparent,
@@ -146,36 +226,103 @@ class Parser:
     def completion(self, data: bytes, *, traceparent: str | None) -> Ask:
         body = _decode(data, CompletionBody)
         self._check(body)
-        for name in ("echo", "suffix"):
-            if getattr(body, name):
-                raise RequestInvalid(f"{name} is not supported by this engine", param=name)
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise RequestInvalid("best_of other than n is not supported", param="best_of")
-        return self._ask(
+        if body.tools:
+            raise RequestInvalid("tools need /v1/chat/completions", param="tools")
+        if body.suffix:
+            raise RequestInvalid("suffix is not supported by this engine", param="suffix")
+        if body.echo and body.logprobs is not None:
+            raise RequestInvalid("echo cannot give the prompt's logprobs", param="echo")
+        wanted = body.n or 1
+        if body.best_of is not None and body.best_of < wanted:
+            raise RequestInvalid("best_of is at least n", param="best_of")
+        is_choosy = body.best_of is not None and body.best_of > wanted
+        if is_choosy and body.stream:
+            raise RequestInvalid("the best are known at the end: do not stream", param="best_of")
+        prompts = self._prompts(body.prompt)
+        ask = self._ask(
             "completions",
-            body,
-            [self._prompt(prompt) for prompt in self._prompts(body.prompt)],
+            structs.replace(body, n=body.best_of or wanted),
+            [self._prompt(prompt) for prompt in prompts],
             param="prompt",
             max_tokens=body.max_tokens,
             logprobs=body.logprobs,
             traceparent=traceparent,
         )
+        if body.echo:
+            ask = structs.replace(ask, echoes=tuple(map(self._echo, prompts)))
+        if is_choosy:
+            ranked = structs.replace(ask.job.sampling, logprobs=body.logprobs or 0)
+            ask = structs.replace(ask, best=wanted, job=structs.replace(ask.job, sampling=ranked))
+        return ask
 
-    def _check(self, body: _Body) -> None:
-        if body.model != self._limits.model:
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def tokenize(self, data: bytes) -> Tokenized:
+        """The tokens that a request with this text or these messages would begin with."""
+        body = _decode(data, TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestInvalid("send prompt or messages, one of them", param="prompt")
+        if body.messages is not None:
+            tokens = self._chat_tokens(body.messages, body.tools)
+        else:
+            assert body.prompt is not None
+            self._refuse_absurd(len(body.prompt), "prompt")
+            tokens = self._tokenizer.encode(body.prompt)
+            if body.add_special_tokens is not False and self._tokenizer.bos is not None:
+                tokens = [self._tokenizer.bos, *tokens]
+        words = None
+        if body.return_token_strs:
+            words = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+        return Tokenized(len(tokens), self._limits.context, tokens, words)
+
+    def detokenize(self, data: bytes) -> Detokenized:
+        """The text of tokens, special ones included. Half characters become U+FFFD."""
+        body = _decode(data, DetokenizeBody)
+        self._check_model(body.model)
+        if len(body.tokens) > self._limits.context:
+            raise _too_long(f"at most {self._limits.context} tokens", "tokens")
+        if not all(0 <= token < self._tokenizer.size for token in body.tokens):
             raise RequestInvalid(
-                f"model `{body.model}` is not served here; this is `{self._limits.model}`",
+                f"token ids are whole numbers from 0 to {self._tokenizer.size - 1}", param="tokens"
+            )
+        data = b"".join(map(self._tokenizer.token_bytes, body.tokens))
+        return Detokenized(data.decode("utf-8", "replace"))
+
+    def _chat_tokens(self, messages: list[ChatMessage], tools: list[ToolBody] | None) -> list[int]:
+        if self._template is None:
+            raise RequestInvalid("this model has no chat template", param="messages")
+        use = tool_use(tools, None, is_parallel=True, family=self._template.family)
+        return self._prompt_of(self._template, messages, use)
+
+    def _prompt_of(
+        self, template: ChatTemplate, given: list[ChatMessage], use: ToolUse | None
+    ) -> list[int]:
+        messages = _messages(given)
+        offered = use.tools if use else ()
+        calls = [call for message in given for call in message.tool_calls or ()]
+        self._refuse_absurd(
+            sum(len(message.content) for message in messages)
+            + sum(len(call.function.arguments) for call in calls)
+            + len(_json(offered)),
+            "messages",
+        )
+        return template.encode(messages, offered)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._limits.model:
+            raise RequestInvalid(
+                f"model `{model}` is not served here; this is `{self._limits.model}`",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
-        if body.tools or body.functions:
-            raise RequestInvalid("tools are not supported by this engine", param="tools")
-        if body.response_format is not None and body.response_format.type != "text":
-            raise RequestInvalid(
-                f"response_format `{body.response_format.type}` is not supported by this engine",
-                param="response_format.type",
-            )
+
+    def _check(self, body: _Body) -> None:
+        self._check_model(body.model)
+        if body.functions:
+            raise RequestInvalid("functions were replaced by tools: send those", param="functions")
         if body.stream_options is not None and not body.stream:
             raise RequestInvalid("stream_options needs stream: true", param="stream_options")
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
@@ -190,6 +337,7 @@ class Parser:
         prompts: list[list[int]],
         *,
         param: str,
+        use: ToolUse | None = None,
         max_tokens: int | None,
         logprobs: int | None,
         traceparent: str | None,
@@ -197,12 +345,23 @@ class Parser:
         if len(prompts) * (body.n or 1) > MAX_CHOICES:
             raise RequestInvalid(f"prompts × n is at most {MAX_CHOICES}", param="n")
         options = body.stream_options or StreamOptions()
+        constraint = _constraint(body)
+        if use is not None:
+            if constraint is not None:
+                raise RequestInvalid(
+                    f"with {constraint.param} no tool can be called: send tool_choice none",
+                    param="tools",
+                )
+            constraint = use.constraint
+        if constraint is not None and body.ignore_eos:
+            raise RequestInvalid("an answer that must end cannot ignore_eos", param="ignore_eos")
         return Ask(
             surface=surface,
+            constraint=constraint,
             job=JobRequest(
                 prompts=tuple(tuple(prompt) for prompt in prompts),
                 n=body.n or 1,
-                sampling=self._sampling(body, logprobs),
+                sampling=self._sampling(body, logprobs, is_guided=constraint is not None),
                 max_tokens=tuple(self._room(len(p), max_tokens, param) for p in prompts),
                 stop=_stops(body.stop),
                 ignore_eos=bool(body.ignore_eos),
@@ -210,13 +369,15 @@ class Parser:
                 priority=body.priority or 0,
                 traceparent=traceparent,
                 model=body.model,
+                shown=self._markers if use else frozenset(),
             ),
             stream=bool(body.stream),
             include_usage=bool(options.include_usage),
             logprobs=logprobs,
+            tools=use,
         )
 
-    def _sampling(self, body: _Body, logprobs: int | None) -> Sampling:
+    def _sampling(self, body: _Body, logprobs: int | None, *, is_guided: bool) -> Sampling:
         return Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -227,6 +388,7 @@ class Parser:
             repetition_penalty=body.repetition_penalty or 1.0,
             logit_bias=self._biases(body.logit_bias or {}),
             logprobs=logprobs,
+            is_guided=is_guided,
         )
 
     def _biases(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -337,8 +499,28 @@ def _messages(messages: list[ChatMessage]) -> list[Message]:
                 param=f"messages[{i}].role",
             )
         role = "system" if message.role == "developer" else message.role
-        result.append(Message(role, _content(message, i)))
+        calls = tuple(
+            _made_call(call, f"messages[{i}].tool_calls[{j}]")
+            for j, call in enumerate(message.tool_calls or ())
+        )
+        if calls and role != "assistant":
+            raise RequestInvalid(
+                "only the assistant calls tools", param=f"messages[{i}].tool_calls"
+            )
+        result.append(
+            Message(role, _content(message, i), calls, message.tool_call_id, message.name)
+        )
     return result
+
+
+def _made_call(call: MadeCall, param: str) -> ToolCall:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestInvalid(
+            "arguments are a JSON object, as text", param=f"{param}.function.arguments"
+        ) from None
+    return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
 def _content(message: ChatMessage, i: int) -> str:
@@ -360,6 +542,52 @@ def _content(message: ChatMessage, i: int) -> str:
                     )
                 texts.append(part.text)
             return "".join(texts)
+
+
+def _constraint(body: _Body) -> Constraint | None:
+    """What the answer must match, from the one field that says so."""
+    found: list[Constraint] = []
+    if body.response_format is not None:
+        found += _formatted(body.response_format)
+    if body.guided_json is not None:
+        schema = body.guided_json
+        text = schema if isinstance(schema, str) else _json(schema)
+        found.append(Constraint("json", text, "guided_json"))
+    if body.guided_regex is not None:
+        found.append(Constraint("regex", body.guided_regex, "guided_regex"))
+    if body.guided_grammar is not None:
+        found.append(Constraint("grammar", body.guided_grammar, "guided_grammar"))
+    if body.guided_choice is not None:
+        if not all(body.guided_choice) or not body.guided_choice:
+            raise RequestInvalid("texts to choose from are not empty", param="guided_choice")
+        found.append(guided.choice(body.guided_choice, "guided_choice"))
+    if len(found) > 1:
+        raise RequestInvalid(
+            f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param
+        )
+    return found[0] if found else None
+
+
+def _formatted(wanted: ResponseFormat) -> list[Constraint]:
+    match wanted.type, wanted.json_schema:
+        case "text", _:
+            return []
+        case "json_object", _:
+            return [Constraint("json", '{"type": "object"}', "response_format")]
+        case "json_schema", None:
+            raise RequestInvalid("json_schema is missing", param="response_format.json_schema")
+        case "json_schema", JsonSchemaFormat(schema=schema):
+            param = "response_format.json_schema.schema"
+            return [Constraint("json", _json(schema or {}), param)]
+        case _:
+            raise RequestInvalid(
+                f"response_format `{wanted.type[:40]}` is none of text, json_object, json_schema",
+                param="response_format.type",
+            )
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -18,7 +18,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from msgspec.structs import asdict
 from typing_extensions import override
 
+from gateway.api.limits import BudgetController, LimitController
 from gateway.auth import Admin, read_credential
+from gateway.budgets import Allowances
 from gateway.tenants import (
     MAX_PAGE,
     IssuedKey,
@@ -207,12 +209,16 @@ def create_admin_router(tenants: Tenants, admin: Admin) -> Router:
     def admins_only(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
         admin.check(read_credential(connection.scope["headers"]))
 
+    allowances = Allowances(tenants)
     return Router(
         path="/admin/v1",
-        route_handlers=[TenantController, KeyController],
+        route_handlers=[TenantController, KeyController, LimitController, BudgetController],
         guards=[admins_only],
         opt={"caller": ADMIN},
-        dependencies={"tenants": Provide(lambda: tenants, sync_to_thread=False)},
+        dependencies={
+            "tenants": Provide(lambda: tenants, sync_to_thread=False),
+            "allowances": Provide(lambda: allowances, sync_to_thread=False),
+        },
         response_headers=[ResponseHeader(name="cache-control", value="private, no-store")],
     )
 

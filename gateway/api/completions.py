@@ -7,7 +7,7 @@ and a streamed chunk passes here thousands of times a second.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 from litestar import asgi
@@ -89,7 +89,8 @@ async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
         if sending.started:
             await _end_in_band(sending, error)
         else:
-            await sending.problem(error, call.request_id, close=call.fault is not None)
+            close, more = call.fault is not None, call.answer_headers
+            await sending.problem(error, call.request_id, close=close, more=more)
     except asyncio.CancelledError:
         # Settled already. The client has left; or we were told to stop, by the server that is
         # shutting down: then what is left is to say so, and this task ends as it was told to.
@@ -131,9 +132,16 @@ class _Sending:
         self.streams = streams
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def problem(self, error: GatewayError, request_id: str, *, close: bool) -> None:
+    async def problem(
+        self,
+        error: GatewayError,
+        request_id: str,
+        *,
+        close: bool,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
         self.started = self.ended = True
-        await problems.send_problem(self.send, error, request_id, close=close)
+        await problems.send_problem(self.send, error, request_id, close=close, more=more)
 
     async def body(self, data: bytes, *, more: bool) -> None:
         self.sent += 1
@@ -278,10 +286,11 @@ async def _while_connected(
                         await asyncio.wait((task,))
             task.cancel()
         await task
-    finally:
-        if not task.done():  # told to stop ourselves
-            task.cancel()
-            await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        # Told to stop ourselves, by the server that is shutting down. So is the answer, which
+        # settles and says so; then this task ends as it was told to, and has nothing to report.
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 async def _until_left_or_done(
@@ -358,4 +367,5 @@ def _answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
         (b"openai-processing-ms", str(round(elapsed_ms)).encode()),
         (b"x-meterline-overhead-ms", f"{overhead_ms:.3f}".encode()),
         *((name.encode(), value.encode()) for name, value in answer.headers.items()),
+        *((name.encode(), value.encode()) for name, value in answer.call.answer_headers.items()),
     ]

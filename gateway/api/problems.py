@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -63,10 +64,18 @@ def headers(error: GatewayError, request_id: str) -> list[tuple[bytes, bytes]]:
     return result
 
 
-async def send_problem(send: Send, error: GatewayError, request_id: str, *, close: bool) -> None:
+async def send_problem(
+    send: Send,
+    error: GatewayError,
+    request_id: str,
+    *,
+    close: bool,
+    more: Mapping[str, str] | None = None,
+) -> None:
     """Answer with the error. `close`: the request's body was not read to its end."""
     content = body(error)
     head = [*headers(error, request_id), (b"content-length", str(len(content)).encode())]
+    head += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
     if close:
         head.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": head})

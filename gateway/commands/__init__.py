@@ -12,8 +12,9 @@ import functools
 import getpass
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
@@ -26,6 +27,7 @@ from gateway.keys import KeyRing, PepperInvalid, open_pepper
 from gateway.tenants import Key, Page, Tenant, Tenants
 from telemetry.clock import Clock, SystemClock
 from telemetry.database import DatabaseUrlInvalid
+from telemetry.money import plain
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -149,7 +151,7 @@ def print_items(items: Sequence[Struct], columns: Sequence[str], form: Format) -
         click.echo(json.dumps([msgspec.to_builtins(item) for item in items], indent=2))
         return
     rows = [[_cell(getattr(item, column)) for column in columns] for item in items]
-    for line in _aligned([[column.upper() for column in columns], *rows]):
+    for line in aligned([[column.upper() for column in columns], *rows]):
         click.echo(line)
 
 
@@ -160,7 +162,7 @@ def print_item(item: Struct, form: Format, **more: str) -> None:
         click.echo(json.dumps(facts, indent=2))
         return
     cells = {field: getattr(item, field) for field in item.__struct_fields__} | more
-    for line in _aligned([[field, _cell(value)] for field, value in cells.items()]):
+    for line in aligned([[field, _cell(value)] for field, value in cells.items()]):
         click.echo(line)
 
 
@@ -203,10 +205,33 @@ def parse_labels(pairs: Iterable[str], option: str) -> dict[str, str]:
     return labels
 
 
+def subject_of(given: Mapping[str, str | None]) -> tuple[str, str | None]:
+    """The one scope that was named, and its subject; `*` is each of its kind."""
+    named = [(scope, subject) for scope, subject in given.items() if subject is not None]
+    if len(named) > 1:
+        raise BadInput("name one of " + ", ".join(f"--{scope}" for scope in given))
+    if not named:
+        return "tenant", None
+    scope, subject = named[0]
+    return scope, None if subject == "*" else subject
+
+
+def parse_amount(text: str, option: str) -> Decimal:
+    try:
+        amount = Decimal(text.removeprefix("$"))
+    except InvalidOperation:
+        raise BadInput(f"{option}: {text!r} is not a number") from None
+    return amount
+
+
 def _cell(value: Any) -> str:
     match value:
         case None:
             return "-"
+        case bool():
+            return "yes" if value else "no"
+        case Decimal():
+            return plain(value)
         case datetime():
             return value.strftime("%Y-%m-%d %H:%M:%SZ")
         case dict():
@@ -217,7 +242,8 @@ def _cell(value: Any) -> str:
             return str(value) or "-"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines in columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -35,8 +35,10 @@ Observer = Callable[[RequestRecord], None]
 
 
 class Ledger:
-    """The books of one process. Counters: `opened`, `admitted`, `settled`, `in_flight`;
-    `opened == settled + in_flight` always. `rate_errors` and `observer_errors` count defects."""
+    """The books of one process. `observers` see each settled record, in order.
+
+    Counters: `opened`, `admitted`, `settled`, `in_flight`; `opened == settled + in_flight` always.
+    `rate_errors` and `observer_errors` count defects."""
 
     def __init__(
         self,

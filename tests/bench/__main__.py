@@ -5,7 +5,7 @@ import sys
 
 from tests.bench.report import machine
 
-ALL = ("gateway", "engine")
+ALL = ("gateway", "admission", "engine")
 
 
 def main(names: list[str]) -> None:

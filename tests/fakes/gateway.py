@@ -198,13 +198,13 @@ class Harness:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *, server: str = "", telemetry: str = "", tables: str = ""
+    folder: Path, *, server: str = "", store: str = "", telemetry: str = "", tables: str = ""
 ) -> AsyncIterator[Harness]:
     """A gateway with its data in `folder`, a tenant with a key, and the scripted upstream."""
     path = folder / "meterline.toml"
     path.write_text(
         f'[server]\nport = 0\nmax_body_mb = 1\nadmin_key = "env:ADMIN_KEY"\n{server}\n'
-        f'[store]\ndata_dir = "{folder / "data"}"\n'
+        f'[store]\ndata_dir = "{folder / "data"}"\n{store}\n'
         f"[telemetry]\n{telemetry}\n# tables\n{tables}"
     )
     config = load(path)

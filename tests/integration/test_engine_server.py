@@ -183,6 +183,104 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
         assert len(best) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_schema_shapes_the_answer(client: openai.OpenAI, stream: bool) -> None:
+    """Strict structured output: JSON of that schema, ending by itself, in both forms."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    arguments: dict[str, Any] = {
+        "model": MODEL, "messages": PARIS, "max_tokens": 60, "temperature": 0, "response_format":
+        {"type": "json_schema", "json_schema": {"name": "c", "strict": True, "schema": schema}},
+    }  # fmt: skip
+    if stream:
+        chunks = list(client.chat.completions.create(stream=True, **arguments))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+        finish = chunks[-1].choices[0].finish_reason
+    else:
+        choice = client.chat.completions.create(**arguments).choices[0]
+        text, finish = choice.message.content, choice.finish_reason
+    assert finish == "stop"
+    value = json.loads(text)
+    assert value["city"] == "Paris"
+    assert isinstance(value["people"], int)
+
+
+def test_other_guides_and_their_errors(client: openai.OpenAI) -> None:
+    """guided_choice as vLLM takes it; a schema that is none is a 400 that names its field."""
+    one = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=9, temperature=0,
+        extra_body={"guided_choice": [" Rome", " Paris", " Berlin"]},
+    )  # fmt: skip
+    assert one.choices[0].text == " Paris"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="x", extra_body={"guided_regex": "("})
+    assert refused.value.param == "guided_regex"
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"]
+)
+def test_a_forced_tool_call(client: openai.OpenAI, choice: Any, finish: str) -> None:
+    """Its arguments fit the tool's schema; streamed fragments make the same call; the result goes
+    back and is answered in text."""
+    asked: Any = [{"role": "user", "content": "How is the weather in Rome?"}]
+    arguments: Any = {
+        "model": MODEL, "messages": asked, "tools": [WEATHER], "tool_choice": choice,
+        "parallel_tool_calls": False, "max_tokens": 60, "temperature": 0,
+    }  # fmt: skip
+    answer = client.chat.completions.create(**arguments).choices[0]
+    assert answer.finish_reason == finish
+    assert answer.message.content is None
+    [call] = answer.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    given = json.loads(call.function.arguments)
+    assert given["city"] == "Rome"
+    assert isinstance(given["days"], int)
+
+    chunks = list(client.chat.completions.create(stream=True, **arguments))
+    assert chunks[-1].choices[0].finish_reason == finish
+    fragments = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+    first, *rest = fragments
+    assert first.id is not None
+    assert first.function is not None
+    assert first.function.name == "get_weather"
+    assert all(f.id is None and f.index == 0 for f in rest)
+    assert len(rest) > 2
+    streamed = "".join(f.function.arguments or "" for f in fragments if f.function)
+    assert streamed == call.function.arguments
+
+    told = client.chat.completions.create(
+        model=MODEL, max_tokens=20, temperature=0, tools=[WEATHER],
+        messages=[
+            *asked,
+            answer.message,  # type: ignore[list-item]  # the SDK takes its own answers back
+            {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 31 degrees."},
+        ],
+    )  # fmt: skip
+    assert told.choices[0].message.content
+
+
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     """Prompts × n choices in order, with the completions form of logprobs."""
     answer = client.completions.create(
@@ -225,7 +323,16 @@ def test_other_routes(url: str, client: openai.OpenAI) -> None:
         client.models.retrieve("other")
     root = url.removesuffix("/v1")
     assert httpx.get(f"{root}/health").json() == {"status": "ready", "model": MODEL}
-    for method, path, status in [("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405)]:
+    tokens = httpx.post(f"{root}/tokenize", json={"prompt": "Hello there"}).json()["tokens"]
+    assert httpx.post(f"{root}/detokenize", json={"tokens": tokens}).json() == {
+        "prompt": "Hello there"
+    }
+    assert httpx.post(f"{root}/tokenize", json={}).status_code == 400
+    for method, path, status in [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/tokenize", 405),
+    ]:
         response = httpx.request(method, root + path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import ModelMissing, NotReady, Overloaded
+from backends.engine.guided import Constraint, Guides
 from backends.engine.spans import Emit, PhaseSpan, discard
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
@@ -258,6 +259,28 @@ async def test_told_to_finish_in_prefill_and_in_the_queue(words: Tokenizer) -> N
         assert done.usage.device_us == {}
         assert engine.pool is not None
         assert engine.pool.used == 0
+
+
+async def test_a_guide_ends_the_text_and_fails_alone(words: Tokenizer) -> None:
+    """Where nothing may follow the choice stops, without an end token; a token that the grammar
+    does not take fails that request and no other."""
+    guide = await Guides(words).guide(Constraint("regex", "ab", "x"))
+    tokens = words.encode("abc")
+
+    def choose(row: Row) -> TokenChoice:
+        is_good = row.sequence.job.request.seed == 1
+        return TokenChoice(tokens[row.sequence.n_output + (not is_good)])
+
+    async with running(words, FakeRunner(choose)) as engine:
+        good, bad = (engine.submit(request(words, guide=guide, seed=s)) for s in (1, 2))
+        news = await outputs(good)
+        assert text_of(news) == "ab"
+        assert [o.finish for o in news if isinstance(o, Delta)][-1] is FinishReason.STOP
+        assert isinstance(news[-1], Done)
+        assert news[-1].usage.completion_tokens == 2
+        [failed] = await outputs(bad)
+        assert isinstance(failed, Failed)
+        assert "guided" in failed.message
 
 
 async def test_a_failing_row_fails_alone(words: Tokenizer) -> None:

@@ -93,7 +93,9 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         GgufFile(tmp_path / "nothing.gguf")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_damage_to_the_header_is_an_error_or_harmless(
     tmp_path: Path, data: st.DataObject

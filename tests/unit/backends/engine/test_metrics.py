@@ -16,7 +16,7 @@ from tests.fakes.engine import FakeRunner
 
 async def test_a_scrape_is_what_is_declared(words: Tokenizer) -> None:
     """Each declared metric is there with its type, help, labels, label values and buckets, and
-    nothing else is."""
+    nothing else is; the names that vLLM has come with a switch, with the same counts."""
     engine = Engine(
         load=lambda: FakeRunner(lambda row: TokenChoice(20)),
         tokenizer=words, clock=SystemClock(), emit=lambda parent, spans: None,
@@ -28,7 +28,17 @@ async def test_a_scrape_is_what_is_declared(words: Tokenizer) -> None:
         while not isinstance((await stream.next())[-1], Done):
             pass
     text = EngineMetrics(engine, model="tiny").text().decode()
+    more = EngineMetrics(engine, model="tiny", with_vllm_names=True).text().decode()
     await engine.close()
+    assert "vllm:" not in text
+    for line in (
+        'vllm:num_requests_running{model_name="tiny"} 0.0',
+        'vllm:prompt_tokens_total{model_name="tiny"} 2.0',
+        'vllm:generation_tokens_total{model_name="tiny"} 3.0',
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
+    ):
+        assert line in more.splitlines()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families.keys() == {metric.name.removesuffix("_total") for metric in declared.ENGINE}
     for metric in declared.ENGINE:

@@ -14,9 +14,19 @@ from backends.engine.wire import Limits, Parser
 HI = [{"role": "user", "content": "Hi"}]
 
 
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}},
+                       "$defs": {"n": {"type": "integer"}}},
+    },
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def parser(file: GgufFile, words: Tokenizer) -> Parser:
-    return Parser(words, chat.from_gguf(file, words), Limits(model="tiny", context=256))
+    return Parser(words, chat.from_gguf(file, words), Limits(model="tiny", context=600))
 
 
 def body(**fields: Any) -> bytes:
@@ -57,8 +67,31 @@ CHAT_MISTAKES = [
     ({"messages": HI, "seed": 1.5}, "seed"),
     ({"messages": HI, "stream": "yes"}, "stream"),
     ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"messages": HI, "tools": [{}]}, "tools"),
-    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": HI, "tools": [{}]}, "tools[0].type"),
+    ({"messages": HI, "tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+     "tools[0].function.name"),
+    ({"messages": HI, "tools": [ADD, ADD]}, "tools"),
+    ({"messages": HI, "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "tools": [ADD], "tool_choice": {"type": "function", "function":
+     {"name": "sub"}}}, "tool_choice.function.name"),
+    ({"messages": HI, "tools": [ADD], "response_format": {"type": "json_object"}}, "tools"),
+    ({"messages": HI, "functions": [{"name": "f"}]}, "functions"),
+    ({"messages": [*HI, {"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "add", "arguments": "[1"}}]}]},
+     "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [
+        {"id": "1", "function": {"name": "add", "arguments": "{}"}}]}]},
+     "messages[0].tool_calls"),
+    ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+     "response_format.json_schema.name"),
+    ({"messages": HI, "guided_choice": []}, "guided_choice"),
+    ({"messages": HI, "guided_choice": ["a", ""]}, "guided_choice"),
+    ({"messages": HI, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"messages": HI, "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"messages": HI, "cache_salt": ""}, "cache_salt"),
 ]  # fmt: skip
 
@@ -87,9 +120,10 @@ def test_mistakes_in_chat_name_their_field(
         ({"prompt": ["x"] * 65}, "prompt"),
         ({"prompt": ["x"] * 60, "n": 3}, "n"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"),
-        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "best_of": 3, "n": 4}, "best_of"),
+        ({"prompt": "x", "best_of": 3, "stream": True}, "best_of"),
     ],
     ids=str,
 )
@@ -119,6 +153,64 @@ def test_what_is_no_json_object_is_refused(parser: Parser, data: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_forced"),
+    [(None, False), ("auto", False), ("none", None), ("required", True),
+     ({"type": "function", "function": {"name": "add"}}, True)],
+    ids=["default", "auto", "none", "required", "named"],
+)  # fmt: skip
+def test_tools_and_their_choice(parser: Parser, choice: Any, is_forced: bool | None) -> None:
+    """auto leaves the model free, none keeps the tools out of the prompt, the others are guided
+    by the tool's own schema, with its definitions at the root."""
+    bare = parser.chat(body(messages=HI), traceparent=None)
+    ask = parser.chat(body(messages=HI, tools=[ADD], tool_choice=choice, max_tokens=5),
+                      traceparent=None)  # fmt: skip
+    assert (ask.tools is None) == (is_forced is None)
+    assert (ask.job.prompts == bare.job.prompts) == (is_forced is None)
+    assert (ask.constraint is not None) == bool(is_forced)
+    assert ask.job.sampling.is_guided == bool(is_forced)
+    if ask.constraint is not None:
+        schema = json.loads(ask.constraint.text)
+        assert schema["$defs"] == {"n": {"type": "integer"}}
+
+
+def test_tokens_of_a_text_and_of_messages(parser: Parser, words: Tokenizer) -> None:
+    """What a request would begin with; and back to the same text, special tokens included."""
+    given = parser.tokenize(body(prompt="the día", return_token_strs=True))
+    assert given.tokens == words.encode("the día")
+    assert (given.count, given.max_model_len) == (len(given.tokens), 600)
+    assert given.token_strs is not None
+    assert given.token_strs[0] == "the"
+    assert parser.detokenize(body(tokens=given.tokens)).prompt == "the día"
+    asked = parser.chat(body(messages=HI, max_tokens=1), traceparent=None)
+    chat_tokens = parser.tokenize(json.dumps({"messages": HI}).encode()).tokens
+    assert tuple(chat_tokens) == asked.job.prompts[0]
+    assert parser.detokenize(body(tokens=chat_tokens)).prompt.startswith("<|im_start|>user\nHi")
+    offered = parser.tokenize(body(messages=HI, tools=[ADD]))
+    assert offered.count > len(chat_tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({}, "prompt"), ({"prompt": "x", "messages": HI}, "prompt"), ({"model": "no"}, "model"),
+     ({"messages": []}, "messages"), ({"prompt": "x" * 10_000_000}, "prompt")],
+    ids=["nothing", "both", "model", "empty", "long"],
+)  # fmt: skip
+def test_mistakes_in_tokenize(parser: Parser, fields: dict[str, Any], param: str) -> None:
+    """Each names its field."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.tokenize(json.dumps(fields).encode())
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("tokens", [[-1], [99_999], [5] * 601], ids=["negative", "large", "many"])
+def test_mistakes_in_detokenize(parser: Parser, tokens: list[int]) -> None:
+    """Ids outside the vocabulary, and more than a context holds."""
+    with pytest.raises(RequestInvalid) as caught:
+        parser.detokenize(body(tokens=tokens))
+    assert caught.value.param == "tokens"
+
+
 def test_another_model_is_not_found(parser: Parser) -> None:
     """A model that is not served here is a 404 model_not_found."""
     with pytest.raises(RequestInvalid) as caught:
@@ -128,7 +220,7 @@ def test_another_model_is_not_found(parser: Parser) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"prompt": [5] * 256}, {"prompt": [5] * 200, "max_tokens": 57}, {"prompt": "x" * 10_000_000}],
+    [{"prompt": [5] * 600}, {"prompt": [5] * 500, "max_tokens": 101}, {"prompt": "x" * 10_000_000}],
     ids=["prompt", "prompt-and-answer", "ten-megabytes"],
 )
 def test_what_exceeds_the_context_is_said_so(parser: Parser, fields: dict[str, Any]) -> None:
@@ -144,7 +236,7 @@ def test_defaults_and_nulls(parser: Parser) -> None:
         body(prompt=[5] * 6, temperature=None, max_tokens=None, stop=None, n=None),
         traceparent="00-a",
     )
-    assert ask.job.max_tokens == (250,)
+    assert ask.job.max_tokens == (594,)
     assert (ask.job.sampling.temperature, ask.job.n, ask.job.stop) == (1.0, 1, ())
     assert ask.job.traceparent == "00-a"
     assert (ask.stream, ask.logprobs) == (False, None)

@@ -1,0 +1,331 @@
+"""Limits and budgets as data: set, list, remove; and what the ledger says was spent of a budget.
+
+The only place beside `tenants` where the gateway knows SQL. Must not know counters or requests.
+Invariants: a change is one transaction with its line in the audit log, and stamps its tenant, so
+that every replica obeys it within a poll; what is spent is summed exactly, from roll-ups where
+hours are rolled up and from the charges themselves where they are not.
+"""
+
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from decimal import ROUND_CEILING, Decimal
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+
+from gateway.allowances import (
+    NANO,
+    Budget,
+    BudgetScope,
+    Counts,
+    Limit,
+    Mode,
+    Scope,
+    WindowKind,
+    check_budget,
+    check_limit,
+)
+from gateway.errors import BadRequest, NotFound
+from gateway.tenants import (
+    BudgetRow,
+    LimitRow,
+    TenantRow,
+    Tenants,
+    Write,
+    budgets_of,
+    check_alive,
+    find_key,
+    find_tenant,
+    limits_of,
+    translating_database_errors,
+)
+from telemetry.ids import new_key_id
+from telemetry.tables import ChargeLineRow, DirtyHourRow, RequestRow, RollupRow, UsageEventRow
+
+MAX_PER_TENANT = 1000
+HOUR = timedelta(hours=1)
+
+LINES: Any = ChargeLineRow.__table__
+EVENTS: Any = UsageEventRow.__table__
+REQUESTS: Any = RequestRow.__table__
+ROLLUPS: Any = RollupRow.__table__
+DIRTY: Any = DirtyHourRow.__table__
+
+
+class Allowances:
+    """Every change and list of limits and budgets. Raises leaves of the gateway's error tree."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    async def set_limit(
+        self,
+        tenant: str,
+        counts: Counts,
+        amount: Decimal,
+        *,
+        per_s: int | None,
+        scope: Scope = "tenant",
+        subject: str | None = None,
+        strict: bool = False,
+        actor: str,
+    ) -> Limit:
+        """Make the limit, or give the one of this scope, subject, kind and period a new amount."""
+        check_limit(scope, subject, counts, amount, per_s)
+        async with self._tenants.writing(actor) as write:
+            owner = await _owner(write, tenant)
+            subject = await _subject(write, owner, scope, subject)
+            known = await limits_of(write.db, owner.id)
+            same = [
+                limit
+                for limit in known
+                if (limit.scope, limit.subject, limit.counts, limit.per_s)
+                == (scope, subject, counts, per_s)
+            ]
+            _check_room(len(known), same)
+            limit = Limit(
+                id=same[0].id if same else new_key_id(write.now_ns),
+                tenant_id=owner.id,
+                scope=scope,
+                subject=subject,
+                counts=counts,
+                amount=amount,
+                per_s=per_s,
+                strict=strict,
+            )
+            await write.db.merge(LimitRow(**asdict(limit)))
+            owner.changed = write.number
+            before = same[0] if same else None
+            write.record("limit.set", f"limit/{limit.id}", before, limit)
+            return limit
+
+    async def set_budget(
+        self,
+        tenant: str,
+        amount_usd: Decimal,
+        *,
+        window: WindowKind = "month",
+        hours: int | None = None,
+        zone: str = "UTC",
+        mode: Mode = "hard",
+        scope: BudgetScope = "tenant",
+        subject: str | None = None,
+        strict: bool = False,
+        actor: str,
+    ) -> Budget:
+        """Make the budget, or change the one of this scope, subject and window."""
+        check_budget(scope, subject, amount_usd, window, hours, zone)
+        async with self._tenants.writing(actor) as write:
+            owner = await _owner(write, tenant)
+            subject = await _subject(write, owner, scope, subject)
+            known = await budgets_of(write.db, owner.id)
+            same = [
+                budget
+                for budget in known
+                if (budget.scope, budget.subject, budget.window, budget.hours)
+                == (scope, subject, window, hours)
+            ]
+            _check_room(len(known), same)
+            budget = Budget(
+                id=same[0].id if same else new_key_id(write.now_ns),
+                tenant_id=owner.id,
+                scope=scope,
+                subject=subject,
+                amount_usd=amount_usd,
+                window=window,
+                hours=hours,
+                zone=zone,
+                mode=mode,
+                strict=strict,
+            )
+            await write.db.merge(BudgetRow(**asdict(budget)))
+            owner.changed = write.number
+            before = same[0] if same else None
+            write.record("budget.set", f"budget/{budget.id}", before, budget)
+            return budget
+
+    async def limits(self, tenant: str | None = None) -> list[Limit]:
+        async with self._tenants.reading() as db:
+            return await limits_of(
+                db, None if tenant is None else (await find_tenant(db, tenant)).id
+            )
+
+    async def budgets(self, tenant: str | None = None) -> list[Budget]:
+        async with self._tenants.reading() as db:
+            return await budgets_of(
+                db, None if tenant is None else (await find_tenant(db, tenant)).id
+            )
+
+    async def remove_limit(self, limit_id: str, *, actor: str) -> Limit:
+        async with self._tenants.writing(actor) as write:
+            row = await write.db.get(LimitRow, limit_id)
+            if row is None:
+                raise NotFound("No such limit.")
+            limit = next(x for x in await limits_of(write.db, row.tenant_id) if x.id == limit_id)
+            await self._remove(write, row, "limit.remove", f"limit/{limit_id}", limit)
+            return limit
+
+    async def remove_budget(self, budget_id: str, *, actor: str) -> Budget:
+        async with self._tenants.writing(actor) as write:
+            row = await write.db.get(BudgetRow, budget_id)
+            if row is None:
+                raise NotFound("No such budget.")
+            budget = next(x for x in await budgets_of(write.db, row.tenant_id) if x.id == budget_id)
+            await self._remove(write, row, "budget.remove", f"budget/{budget_id}", budget)
+            return budget
+
+    async def _remove(
+        self, write: Write, row: LimitRow | BudgetRow, action: str, of: str, before: Struct
+    ) -> None:
+        owner = await write.db.get_one(TenantRow, row.tenant_id)
+        owner.changed = write.number
+        await write.db.delete(row)
+        write.record(action, of, before, None)
+
+
+async def _owner(write: Write, tenant: str) -> TenantRow:
+    owner = await find_tenant(write.db, tenant)
+    check_alive(owner)
+    return owner
+
+
+async def _subject(write: Write, owner: TenantRow, scope: str, subject: str | None) -> str | None:
+    """A key may be named as everywhere; it is kept by its id."""
+    if scope != "key" or subject is None:
+        return subject
+    key = await find_key(write.db, subject)
+    if key.tenant_id != owner.id:
+        raise NotFound("No such key of this tenant.")
+    return key.id
+
+
+def _check_room(known: int, same: list[Any]) -> None:
+    if not same and known >= MAX_PER_TENANT:
+        raise BadRequest(f"A tenant has at most {MAX_PER_TENANT} of them; remove some first.")
+
+
+class Spend(Struct, frozen=True):
+    """Nano-dollars of one budget: in all before `cut`, and from there on by slot of `grain_us`."""
+
+    before: int
+    slots: dict[int, int]
+
+
+class LedgerSpend:
+    """What the ledger knows was spent, by when requests ended. Raises StoreUnavailable."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def of(
+        self,
+        filters: dict[str, str],
+        *,
+        start_us: int,
+        cut: int,
+        grain_us: int,
+        all_slots: bool = False,
+    ) -> Spend:
+        """`filters`: column → value. `start_us`: the window's; attempts count by when they began.
+        `all_slots`: also what is before the cut by slot, for windows that slide."""
+        start = _time(start_us)
+        with translating_database_errors():
+            async with self._engine.connect() as db:
+                rolled = Decimal(0)
+                since = start
+                if not all_slots:
+                    since = await _rolled_until(db, start, _time(cut * grain_us))
+                    rolled = await _rolled(db, filters, start, since)
+                    rolled += await _edge(db, filters, start)
+                slots = await _by_slot(db, filters, max(since, start), grain_us)
+        early = sum((v for slot, v in slots.items() if slot < cut and not all_slots), Decimal(0))
+        return Spend(
+            _nano(rolled + early),
+            {slot: _nano(v) for slot, v in slots.items() if all_slots or slot >= cut},
+        )
+
+
+async def _rolled_until(db: AsyncConnection, start: datetime, cut: datetime) -> datetime:
+    """The end of the hours that can be read from roll-ups: none of them is dirty, and whatever
+    began in them ended before the cut (nothing lives for more than a few hours)."""
+    end = (cut - 6 * HOUR).replace(minute=0, second=0, microsecond=0)
+    if end <= start:
+        return start
+    dirty = await db.scalar(
+        select(DIRTY.c.hour).where(DIRTY.c.hour < end).order_by(DIRTY.c.hour).limit(1)
+    )
+    return max(start, min(end, dirty)) if dirty is not None else end
+
+
+def _whole_hour(start: datetime) -> datetime:
+    floor = start.replace(minute=0, second=0, microsecond=0)
+    return floor if floor == start else floor + HOUR
+
+
+async def _rolled(
+    db: AsyncConnection, filters: dict[str, str], start: datetime, until: datetime
+) -> Decimal:
+    query = select(ROLLUPS.c.amount).where(
+        ROLLUPS.c.hour >= _whole_hour(start), ROLLUPS.c.hour < until, ROLLUPS.c.currency == "USD"
+    )
+    for column, value in filters.items():
+        query = query.where(ROLLUPS.c[column] == value)
+    total = Decimal(0)
+    async with AsyncSession(bind=db) as session:
+        async for amount in await session.stream_scalars(query):
+            total += amount
+    return total
+
+
+async def _edge(db: AsyncConnection, filters: dict[str, str], start: datetime) -> Decimal:
+    """Zones that are not whole hours from UTC: the part of an hour at the window's start."""
+    end = _whole_hour(start)
+    if end == start:
+        return Decimal(0)
+    return sum((amount for amount, _ in await _lines(db, filters, start, end)), Decimal(0))
+
+
+async def _by_slot(
+    db: AsyncConnection, filters: dict[str, str], since: datetime, grain_us: int
+) -> dict[int, Decimal]:
+    slots: dict[int, Decimal] = defaultdict(Decimal)
+    for amount, ended in await _lines(db, filters, since, None):
+        slots[_us(ended) // grain_us] += amount
+    return slots
+
+
+async def _lines(
+    db: AsyncConnection, filters: dict[str, str], since: datetime, until: datetime | None
+) -> list[tuple[Decimal, datetime]]:
+    query = (
+        select(LINES.c.amount, REQUESTS.c.ended_at)
+        .join(EVENTS, EVENTS.c.event_id == LINES.c.event_id)
+        .join(REQUESTS, REQUESTS.c.request_id == LINES.c.request_id)
+        .where(
+            LINES.c.hour >= since.replace(minute=0, second=0, microsecond=0),
+            EVENTS.c.occurred_at >= since,
+            LINES.c.amount.is_not(None),
+            LINES.c.currency == "USD",
+        )
+    )
+    if until is not None:
+        query = query.where(EVENTS.c.occurred_at < until)
+    for column, value in filters.items():
+        query = query.where(LINES.c[column] == value)
+    return [(amount, ended) for amount, ended in await db.execute(query)]
+
+
+def _nano(amount: Decimal) -> int:
+    """Whole nano-dollars, rounded up: a budget never forgets a fraction."""
+    return int((amount * NANO).to_integral_value(ROUND_CEILING))
+
+
+def _time(at_us: int) -> datetime:
+    return datetime.fromtimestamp(at_us // 1_000_000, UTC)
+
+
+def _us(at: datetime) -> int:
+    return int(at.timestamp()) * 1_000_000 + at.microsecond

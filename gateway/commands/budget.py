@@ -1,0 +1,138 @@
+"""`meterline budget …`: money that tenants, keys and routes may spend. `Allowances` decides."""
+
+from typing import get_args
+
+import click
+import msgspec
+
+from gateway.allowances import Budget, BudgetScope, Mode, WindowKind
+from gateway.budgets import Allowances
+from gateway.commands import (
+    BadInput,
+    Format,
+    Session,
+    parse_amount,
+    print_item,
+    print_items,
+    subject_of,
+    with_format,
+    with_session,
+)
+
+COLUMNS = ("id", "tenant_id", "scope", "subject", "amount_usd", "window", "hours", "zone", "mode")
+
+
+@click.group(name="budget")
+def budget() -> None:
+    """Set, list and remove budgets, in US dollars.
+
+    \b
+    Example:
+      meterline budget set acme 500 --window month --zone Europe/Berlin
+      meterline budget set acme 20 --window rolling:24h --key '*' --mode throttle
+    """
+
+
+@budget.command(name="set")
+@click.argument("tenant")
+@click.argument("amount")
+@click.option(
+    "--window",
+    default="month",
+    show_default=True,
+    metavar="WINDOW",
+    help="hour, day, week, month, lifetime, or rolling:24h.",
+)
+@click.option("--zone", default="UTC", show_default=True, help="IANA zone in which windows begin.")
+@click.option(
+    "--mode",
+    type=click.Choice(get_args(Mode)),
+    default="hard",
+    show_default=True,
+    help="When spent. hard: refuse; soft: alert; throttle: go on slowly.",
+)
+@click.option("--key", metavar="KEY", help="Of this key (id or public id); '*' is each key.")
+@click.option("--route", metavar="MODEL", help="Of this model that clients ask for; '*': each.")
+@click.option("--strict", is_flag=True, help="Refuse while the shared counters are away.")
+@with_format
+@with_session
+def set_(
+    session: Session,
+    tenant: str,
+    amount: str,
+    window: str,
+    zone: str,
+    mode: Mode,
+    key: str | None,
+    route: str | None,
+    strict: bool,
+    form: Format,
+) -> None:
+    """Set what TENANT (or one of its keys or routes) may spend: AMOUNT dollars per window.
+
+    \b
+    Example:
+      meterline budget set acme 500 --window month --zone Europe/Berlin
+    """
+    scope, subject = subject_of({"key": key, "route": route})
+    kind, hours = _window(window)
+    made = session.run(
+        lambda tenants: Allowances(tenants).set_budget(
+            tenant,
+            parse_amount(amount, "AMOUNT"),
+            window=kind,
+            hours=hours,
+            zone=zone,
+            mode=mode,
+            scope=msgspec.convert(scope, BudgetScope),
+            subject=subject,
+            strict=strict,
+            actor=session.actor,
+        )
+    )
+    print_item(made, form)
+
+
+def _window(text: str) -> tuple[WindowKind, int | None]:
+    kind, _, length = text.partition(":")
+    if kind not in get_args(WindowKind) or (length and kind != "rolling"):
+        raise BadInput(
+            f"--window: {text!r} is none of hour, day, week, month, lifetime, rolling:24h"
+        )
+    if kind != "rolling":
+        return kind, None  # type: ignore[return-value]  # checked above
+    if not (length.endswith("h") and length[:-1].isdigit()):
+        raise BadInput("--window: write the hours of a rolling window, as rolling:24h")
+    return "rolling", int(length[:-1])
+
+
+@budget.command(name="list")
+@click.argument("tenant", required=False)
+@with_format
+@with_session
+def list_(session: Session, tenant: str | None, form: Format) -> None:
+    """List the budgets of TENANT, or all.
+
+    \b
+    Example:
+      meterline budget list acme --format json
+    """
+    found: list[Budget] = session.run(lambda tenants: Allowances(tenants).budgets(tenant))
+    print_items(found, COLUMNS, form)
+
+
+@budget.command(name="rm")
+@click.argument("budget_id", metavar="ID")
+@with_format
+@with_session
+def remove(session: Session, budget_id: str, form: Format) -> None:
+    """Remove the budget ID: then nothing bounds what it bounded.
+
+    \b
+    Example:
+      meterline budget rm 019370e0-0000-7000-8000-000000000000
+    """
+    gone = session.run(
+        lambda tenants: Allowances(tenants).remove_budget(budget_id, actor=session.actor)
+    )
+    print_item(gone, form)
