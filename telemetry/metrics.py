@@ -536,10 +536,35 @@ ENGINE_PREEMPTIONS = _counter(
     "Sequences that lost their KV blocks to others and were computed again.",
     MODEL,
 )
+ENGINE_PREFIX_QUERIES = _counter(
+    "meterline_engine_prefix_cache_queries_tokens_total",
+    "tokens",
+    "Prompt tokens whose keys and values were looked up, once per prompt.",
+    MODEL,
+)
+ENGINE_PREFIX_HITS = _counter(
+    "meterline_engine_prefix_cache_hits_tokens_total",
+    "tokens",
+    "Prompt tokens that an earlier request of the same tenant had computed.",
+    MODEL,
+)
+ENGINE_SPEC_DRAFTED = _counter(
+    "meterline_engine_spec_drafted_tokens_total",
+    "tokens",
+    "Tokens guessed ahead and checked.",
+    MODEL,
+)
+ENGINE_SPEC_ACCEPTED = _counter(
+    "meterline_engine_spec_accepted_tokens_total",
+    "tokens",
+    "Guessed tokens that came true: answer tokens that took no step of their own.",
+    MODEL,
+)
 ENGINE: tuple[Metric, ...] = (
     *(ENGINE_STEP_SECONDS, ENGINE_CHARGED_SECONDS, ENGINE_TOKENS, ENGINE_REQUESTS),
     *(ENGINE_BATCH_SIZE, ENGINE_RUNNING, ENGINE_WAITING, ENGINE_WAITING_TOKENS),
-    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS),
+    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS, ENGINE_PREFIX_QUERIES, ENGINE_PREFIX_HITS),
+    *(ENGINE_SPEC_DRAFTED, ENGINE_SPEC_ACCEPTED),
 )
 
 REGISTRY: Mapping[str, Metric] = {metric.name: metric for metric in (*GATEWAY, *ENGINE)}
