@@ -84,16 +84,20 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Replicas without the shared counters",
                 m.LIMITS_DEGRADED.help,
                 gauge(m.LIMITS_DEGRADED),
+                width=6,
                 is_bad_from=1,
             )
         )
-        .with_panel(number("Admitted by slices", m.SLICE_ADMITTED.help, rate(m.SLICE_ADMITTED)))
-        .with_panel(number("Open holds", m.LIMIT_HOLDS.help, gauge(m.LIMIT_HOLDS)))
+        .with_panel(
+            number("Admitted by slices", m.SLICE_ADMITTED.help, rate(m.SLICE_ADMITTED), width=6)
+        )
+        .with_panel(number("Open holds", m.LIMIT_HOLDS.help, gauge(m.LIMIT_HOLDS), width=6))
         .with_panel(
             number(
                 "Soft budgets overrun, 24 h",
                 m.BUDGET_OVERRUNS.help,
                 increase(m.BUDGET_OVERRUNS, window="24h"),
+                width=6,
                 is_bad_from=1,
             )
         )

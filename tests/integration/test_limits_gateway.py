@@ -214,6 +214,7 @@ async def test_whatever_the_exit_nothing_stays_held(gateway: Harness, tenant: st
     ):
         gateway.play(script)
         for stream in (False, True):
+            gateway.forget_failures()
             try:
                 async with asyncio.timeout(0.2 if script.first_token_s else 5):
                     await ask(gateway, stream=stream)
@@ -222,6 +223,7 @@ async def test_whatever_the_exit_nothing_stays_held(gateway: Harness, tenant: st
     assert (await ask(gateway, model="nobody")).status_code == 404
     await gateway.next_settled(len(gateway.settled))
     gateway.play(Script(output_tokens=4, first_token_s=0.4))
+    gateway.forget_failures()
     codes = [a.status_code for a in await asyncio.gather(*(ask(gateway) for _ in range(5)))]
     assert sorted(codes) == [200, 200, 429, 429, 429]
 
