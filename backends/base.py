@@ -22,6 +22,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
+from telemetry.capacity.heartbeat import StepTimes
 from telemetry.record import Surface, Timings
 from telemetry.usage import Usage, UsageQuality, UsageSource
 
@@ -101,6 +102,15 @@ class Backend(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class Clocked(Protocol):
+    """A backend whose hardware is ours and which tells how it spent its time."""
+
+    async def step_times(self) -> StepTimes | None:
+        """Its step clock; None: it has none, or does not answer now."""
+        ...
 
 
 @runtime_checkable

@@ -8,7 +8,9 @@ error has yielded exactly one `Final`, and closing it closes the upstream's conn
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
+from decimal import Decimal
 from importlib import metadata
 from typing import Final, Literal
 from urllib.parse import quote
@@ -30,6 +32,7 @@ from backends.deadlines import Deadlines, timed_out
 from backends.settings import BackendSettings
 from backends.sse import EventTooLarge, SSEParser
 from backends.transport import Answer, Client, Header, Request
+from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
 from telemetry.usage import UsageSource
 
@@ -41,6 +44,10 @@ MAX_UNREAD_S: Final = 0.2  # how long the end of the connection's bytes is waite
 READY_S: Final = 2.0
 CANCEL_S: Final = 0.5
 
+_STEP_SECONDS: Final = re.compile(
+    r'^meterline_engine_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE
+)
+
 _PATHS: Final = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -49,6 +56,22 @@ def user_agent() -> str:
         return f"meterline/{metadata.version('meterline')}"
     except metadata.PackageNotFoundError:  # run from a checkout
         return "meterline/0"
+
+
+def step_times(exposition: str) -> StepTimes | None:
+    """The step clock in our engine's metrics. They are microsecond counts over a million, which a
+    decimal takes back without a remainder. None if the engine is not warmed up yet."""
+    found: dict[str, int] = {}
+    for phase, seconds in _STEP_SECONDS.findall(exposition):
+        found[phase] = found.get(phase, 0) + round(Decimal(seconds) * 1_000_000)
+    if not found.get("warmup"):
+        return None
+    return StepTimes(
+        load_us=found.get("load", 0),
+        warmup_us=found["warmup"],
+        step_us=sum(found.get(phase, 0) for phase in ("prefill", "decode", "mixed")),
+        idle_us=found.get("idle", 0),
+    )
 
 
 class OpenAICompatible:
@@ -284,7 +307,8 @@ def _label(value: bytes | None) -> str | None:
 
 
 class EngineServer(OpenAICompatible):
-    """Our engine: an OpenAI-compatible server that can be told to stop (`Cancellable`)."""
+    """Our engine: an OpenAI-compatible server that can be told to stop (`Cancellable`)
+    and tells how it spent its time (`Clocked`)."""
 
     def __init__(
         self,
@@ -318,6 +342,20 @@ class EngineServer(OpenAICompatible):
         with contextlib.closing(answer):
             await self._read_error(answer)  # so that the connection can be used again
             return answer.status == 200
+
+    async def step_times(self) -> StepTimes | None:
+        """What its step clock shows. None: it does not answer now, or is not warmed up."""
+        request = Request(
+            method=b"GET", target=b"/metrics", headers=self._headers_whole, connect_s=READY_S
+        )
+        try:
+            until = asyncio.get_running_loop().time() + READY_S
+            answer = await self._client.send(request, until=until)
+            with contextlib.closing(answer):
+                text = await self._read(answer, until)
+        except (httpx.HTTPError, TimeoutError, BackendProtocol):
+            return None
+        return step_times(text.decode()) if answer.status == 200 else None
 
 
 # --- httpx's exceptions -----------------------------------------------------------------------

@@ -97,6 +97,19 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     script: Annotated[Script | None, Meta(description="For kind scripted.")] = None
 
 
+class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Guessing tokens ahead and checking several in one step. The text does not change by it."""
+
+    method: Annotated[
+        Literal["off", "prompt_lookup"],
+        Meta(
+            description="prompt_lookup: what followed the last tokens earlier in the same text. "
+            "It rests while its guesses fail. Only with native kernels."
+        ),
+    ] = "prompt_lookup"
+    max_tokens: Annotated[int, Meta(ge=1, le=16, description="Guesses in a step at most.")] = 6
+
+
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[engines]]` table: an engine that `meterline serve` starts and supervises.
 
@@ -111,8 +124,21 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
-        Meta(description="auto: float32 on a CPU, bfloat16 on a GPU."),
+        Meta(
+            description="auto: on a CPU 4- and 8-bit weights stay as the file has them. "
+            "float32: the exact numbers of the file's weights, slower."
+        ),
     ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        Meta(
+            description="native: C++ compiled for this CPU at the first start, then cached. "
+            "auto: native if it can be built and measures faster, else torch."
+        ),
+    ] = "auto"
+    prefix_cache: Annotated[
+        bool, Meta(description="Keep computed prompts and reuse them within a tenant.")
+    ] = True
     kv_memory_gb: Annotated[
         float, Meta(gt=0, description="Memory of the KV block pool, gigabytes.")
     ] = 0.5
@@ -120,6 +146,15 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_batch_tokens: Annotated[
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")
     ] = 512
+    step_target_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that a step should take while answers are being generated: a long "
+            "prompt beside them is computed in chunks that fit (of 64 tokens at least).",
+        ),
+    ] = 0.25
+    speculative: Speculative = Speculative()
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="CPU threads; default: physical cores."),

@@ -24,6 +24,7 @@ from backends import egress
 from backends.base import BackendUnavailable, ChatRequest, Event
 from backends.openai_compat import EngineServer
 from backends.settings import EngineSettings
+from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
@@ -383,6 +384,12 @@ class Supervised:
 
     async def is_ready(self) -> bool:
         return self.process.is_ready and await self._backend.is_ready()
+
+    async def step_times(self) -> StepTimes | None:
+        """What the engine's step clock shows; None while it is not there."""
+        if not self.process.is_ready:
+            return None
+        return await self._backend.step_times()
 
     async def aclose(self) -> None:
         await self._backend.aclose()

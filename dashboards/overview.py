@@ -201,6 +201,26 @@ def _backends(built: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "Backends left alone",
+                m.CIRCUIT_STATE.help,
+                (
+                    gauge(m.CIRCUIT_STATE, by=["backend", "fault"], how="max"),
+                    "{{backend}} {{fault}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Circuits that opened",
+                m.CIRCUIT_OPENED.help,
+                (
+                    increase(m.CIRCUIT_OPENED, by=["backend", "fault"], window="5m"),
+                    "{{backend}} {{fault}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
                 "Streams left by the client",
                 m.STREAM_DISCONNECTS.help,
                 (hung_up, "before first token: {{before_first_token}}"),

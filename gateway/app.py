@@ -33,17 +33,20 @@ from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
+from gateway.api.reports import create_reports_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
 from gateway.errors import GatewayError
+from gateway.health import Fault, Health, State
+from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.limits import Limits, MemoryStore, RedisStore, Slices
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
-from gateway.tenants import Tenants
+from gateway.tenants import Tenants, tenant_names
 from telemetry import books, logs
 from telemetry import metrics as metric
 from telemetry.books import BackendPrices
@@ -56,11 +59,13 @@ from telemetry.metrics import Metrics
 from telemetry.pricing import PriceBook, rate
 from telemetry.record import Attempt, Charge
 from telemetry.redaction import Secret
+from telemetry.reports.desk import Desk
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
 
 log = logging.getLogger(__name__)
 
 VERSION = version("meterline")
+BOOKS_EVERY_S = 30.0  # how often a running gateway looks for newly published prices
 CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
 LOCAL_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
@@ -89,6 +94,7 @@ class Prices:
 
     def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
         self.book = PriceBook()
+        self._published = 0
         self._engine = engine
         self._clock = clock
 
@@ -105,6 +111,21 @@ class Prices:
         ]
         owned = [BackendPrices(e.name, registry.ENGINE_PROVIDER, gpu=e.gpu) for e in config.engines]
         await books.publish_config_prices(self._engine, [*bought, *owned], now)
+        await self._load()
+
+    async def keep_current(self) -> None:
+        """Take up what `meterline price publish` published meanwhile. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(BOOKS_EVERY_S)
+            try:
+                if await books.published_count(self._engine) != self._published:
+                    await self._load()
+            except (SQLAlchemyError, OSError) as error:  # the book in force goes on
+                log.warning("price_books_unreadable", extra={"reason": type(error).__name__})
+
+    async def _load(self) -> None:
+        # Counted first: what is published while they are read is found at the next look.
+        self._published = await books.published_count(self._engine)
         self.book = await books.load(self._engine)
 
 
@@ -169,6 +190,7 @@ async def _build(
 
     prices = Prices(engine, clock)
     await prices.publish(config)
+    await stack.enter_async_context(_running(prices.keep_current))
 
     wal = _open_wal(config, clock)
     stack.callback(wal.close)  # also closed by the ledger; twice is once
@@ -189,6 +211,7 @@ async def _build(
     stack.push_async_callback(_last_flush, worker)
     await stack.enter_async_context(_running(worker.run))
 
+    health = Health(clock, config.health, on_change=functools.partial(_circuit_changed, metrics))
     runtimes = RuntimeHolder(
         config,
         engines=engines,
@@ -196,6 +219,7 @@ async def _build(
         environment=environment,
         salt_key=ring.digest("cache-salt"),
         clock=clock,
+        health=health,
     )
     stack.push_async_callback(runtimes.aclose)
     limits = await _open_limits(
@@ -209,6 +233,8 @@ async def _build(
         watcher = ConfigWatcher(config_path, runtimes, adapt=adapt, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
+    await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
+
     gateway = Gateway(
         runtimes=runtimes, auth=auth, limits=limits, ledger=ledger, refusals=Refusals(clock)
     )
@@ -218,6 +244,7 @@ async def _build(
         metrics=metrics,
         admin=Admin(admin_key.reveal()),
         tenants=tenants,
+        desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
     )
     return Service(
@@ -277,6 +304,7 @@ def create_app(
     metrics: Metrics,
     admin: Admin,
     tenants: Tenants,
+    desk: Desk,
     readiness: Readiness,
 ) -> Litestar:
     """The HTTP face. Every route names in `opt["caller"]` who may call it."""
@@ -295,6 +323,7 @@ def create_app(
             health.readyz,
             health.metrics,
             create_admin_router(tenants, admin),
+            create_reports_router(desk, admin),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
@@ -418,6 +447,13 @@ def _watch(
         for target in route.targets
         if (upstream := gateway.runtimes.current.upstreams.get(target.backend))
     )
+
+
+def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State) -> None:
+    metrics.set(metric.CIRCUIT_STATE, state, backend=backend, fault=fault)
+    if state is State.OPEN:
+        metrics.add(metric.CIRCUIT_OPENED, backend=backend, fault=fault)
+        log.warning("circuit_opened", extra={"backend": backend, "fault": fault})
 
 
 def _watch_limits(metrics: Metrics, limits: Limits) -> None:

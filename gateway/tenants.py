@@ -865,3 +865,15 @@ __all__ = [
     "Tenants",
     "Write",
 ]
+
+
+async def tenant_names(tenants: Tenants) -> dict[str, str]:
+    """id → name of every tenant, deleted ones too."""
+    names: dict[str, str] = {}
+    after: str | None = None
+    while True:
+        page = await tenants.tenants(after=after, limit=MAX_PAGE)
+        names |= {tenant.id: tenant.name for tenant in page.items}
+        if not page.has_more:
+            return names
+        after = page.items[-1].id

@@ -1,10 +1,13 @@
 """Price books in the database: published once, immutable, read into a `PriceBook`.
 
-Two books exist today. "genai-prices" holds the public lists of the installed `genai-prices`
-package (MIT), turned into our rows once per version of the package; "config" holds what
+Two books are kept by themselves. "genai-prices" holds the public lists of the installed package of
+that name (MIT), turned into our rows once per version of the package; "config" holds what
 `meterline.toml` says about agreed prices and owned hardware, a new version whenever that changes.
-A published row is never updated or deleted: a correction is a new version. Importing the package
-costs half a second and is avoided when its version is already in the database.
+An operator may import others (`telemetry.catalogues`). They start as drafts, which price nothing
+until they are published. A published row is never updated or deleted: a correction is a new
+version. Books of an operator's own are asked first, in order of their names, then LiteLLM's map,
+then genai-prices. Importing the package costs half a second and is avoided when its version is
+already in the database.
 
 Of the public lists, time-of-day prices are not modelled: where a model has them, the dearer price
 of each meter applies at all hours, and the seed reports the model. Units other than tokens and
@@ -23,9 +26,9 @@ from importlib.metadata import version as installed_version
 from typing import Any, Protocol
 
 from msgspec import Struct, structs
-from sqlalchemy import Connection, event, insert, select
+from sqlalchemy import Connection, event, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import Mapper, ORMExecuteState, Session
 
 from telemetry.money import PRICE_SCALE, plain
@@ -36,6 +39,8 @@ log = logging.getLogger(__name__)
 
 CATALOGUE = "genai-prices"
 CONFIG = "config"
+LITELLM = "litellm"
+DRAFT, PUBLISHED = "draft", "published"
 CONVERTER = 1  # raise it when the same package would be turned into other rows
 
 _METERS = {
@@ -54,6 +59,16 @@ _METERS = {
     "requests_kcount": Meter.REQUESTS,
 }
 _PATTERN_LIMIT = 256  # the column's width
+_LISTS = (LITELLM, CATALOGUE)
+_HEADS: Any = PriceBookRow.__table__
+
+
+class BookUnknown(LookupError):
+    """There is no such book or version; the message names what there is."""
+
+
+class BookRefused(ValueError):
+    """The book cannot be published; the message says why."""
 
 
 class PublishedBookImmutable(Exception):
@@ -103,6 +118,8 @@ class Entry(Struct, frozen=True, kw_only=True, gc=False):
     effective_from: datetime | None = None
     effective_to: datetime | None = None
     currency: str = "USD"
+    service_tier: str = ""
+    list_unit_price: Decimal | None = None
 
 
 class Catalogue(Struct, frozen=True, kw_only=True):
@@ -112,6 +129,31 @@ class Catalogue(Struct, frozen=True, kw_only=True):
     quantised: tuple[str, ...] = ()  # prices with more than 9 decimals, rounded half up
     time_of_day: tuple[str, ...] = ()  # models whose dearer price applies at all hours
     skipped: dict[str, int] = {}  # what was left out → how often
+
+
+class Head(Struct, frozen=True, kw_only=True):
+    """What a book says about itself."""
+
+    label: str  # name@version
+    name: str
+    version: int
+    status: str
+    published_at: datetime  # of a draft: when it was imported
+    source: str
+    prices: int
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """One price that two books do not agree on; None: the book does not have it."""
+
+    provider: str
+    model: str
+    meter: str
+    service_tier: str
+    min_input_tokens: int
+    effective_from: datetime | None
+    before: Decimal | None
+    after: Decimal | None
 
 
 class Published(Struct, frozen=True, kw_only=True):
@@ -161,7 +203,7 @@ async def publish_config_prices(
 ) -> Published | None:
     """Publish what the config says of prices and hardware, effective from `now`. None: it says
     nothing and never has."""
-    notes = _Notes()
+    notes = Notes()
     entries = [entry for backend in backends for entry in _config_entries(backend, notes)]
     entries.sort(key=lambda entry: (entry.provider, entry.meter))
     newest = await _newest(db, CONFIG)
@@ -176,12 +218,99 @@ async def publish(
 ) -> Published:
     """Add a version of a book, in one transaction, unless its newest version says the same.
     When two processes publish at once, one of them wins and both return its version."""
+    return await _add(db, name, entries, source=source, now=now, status=PUBLISHED)
+
+
+async def draft(
+    db: AsyncEngine, name: str, entries: Sequence[Entry], *, source: str, now: datetime
+) -> Published:
+    """Add a version that prices nothing until `publish_draft`. The counts compare it with the
+    newest published version."""
+    return await _add(db, name, entries, source=source, now=now, status=DRAFT)
+
+
+async def publish_draft(db: AsyncEngine, label: str, now: datetime) -> Head:
+    """From now on the draft prices what is settled. Raises BookUnknown, BookRefused."""
+    head = await find(db, label)
+    if head.status != DRAFT:
+        raise BookRefused(f"{head.label} is published already")
+    newest = await _newest(db, head.name)
+    if newest is not None and newest.version > head.version:
+        raise BookRefused(
+            f"{head.name}@{newest.version} was published after {head.label} was imported: "
+            "import again to see what differs"
+        )
+    async with db.begin() as connection:
+        changed = await connection.execute(
+            update(_HEADS)
+            .where(_HEADS.c.book_id == head.label, _HEADS.c.status == DRAFT)
+            .values(status=PUBLISHED, published_at=now)
+        )
+        if changed.rowcount != 1:
+            raise BookRefused(f"{head.label} was published by somebody else just now")
+    return structs.replace(head, status=PUBLISHED, published_at=now)
+
+
+async def heads(db: AsyncEngine) -> list[Head]:
+    """Every version of every book, newest of each name first."""
+    counts = (
+        select(PriceRow.book_id, func.count().label("prices")).group_by(PriceRow.book_id).subquery()
+    )
+    statement = select(_HEADS, func.coalesce(counts.c.prices, 0).label("prices")).join(
+        counts, counts.c.book_id == _HEADS.c.book_id, isouter=True
+    )
+    async with db.connect() as connection:
+        rows = (await connection.execute(statement)).all()
+    found = [
+        Head(
+            label=row.book_id,
+            name=row.name,
+            version=row.version,
+            status=row.status,
+            published_at=row.published_at,
+            source=row.source,
+            prices=row.prices,
+        )
+        for row in rows
+    ]
+    return sorted(found, key=lambda head: (head.name, -head.version))
+
+
+async def find(db: AsyncEngine, label: str) -> Head:
+    """`name@3`, or `name` for its newest published version. Raises BookUnknown."""
+    name, _, version = label.partition("@")
+    of_name = [head for head in await heads(db) if head.name == name]
+    for head in of_name:
+        if str(head.version) == version or (not version and head.status == PUBLISHED):
+            return head
+    have = ", ".join(head.label for head in of_name[:5]) or "no version of it"
+    raise BookUnknown(f"no price book {label}: there is {have}")
+
+
+async def entries_of(db: AsyncEngine, head: Head) -> list[Entry]:
+    """The prices of one version."""
+    return await _entries(db, head.label)
+
+
+async def _add(
+    db: AsyncEngine,
+    name: str,
+    entries: Sequence[Entry],
+    *,
+    source: str,
+    now: datetime,
+    status: str,
+) -> Published:
     digest = _sha256(entries)
     for _ in range(3):
+        # Read first: whoever publishes between the two reads is seen by the second one, and
+        # whoever publishes after it takes this number, so that the insert below fails.
+        number = 1 + await _last_version(db, name)
         newest = await _newest(db, name)
         if newest is not None and newest.sha256 == digest:
             return Published(label=f"{name}@{newest.version}", is_new=False)
-        number = 1 if newest is None else newest.version + 1
+        if status == DRAFT and (same := await _draft_of(db, name, digest)) is not None:
+            return Published(label=same, is_new=False)
         try:
             async with db.begin() as connection:
                 await connection.execute(
@@ -192,6 +321,7 @@ async def publish(
                         published_at=now,
                         source=source,
                         sha256=digest,
+                        status=status,
                     )
                 )
                 if entries:
@@ -203,9 +333,48 @@ async def publish(
     raise RuntimeError(f"price book {name!r} could not be published: others keep publishing it")
 
 
+async def published_count(db: AsyncEngine) -> int:
+    """How many versions are published. It only grows: whoever sees it change loads again."""
+    async with db.connect() as connection:
+        found = await connection.scalar(
+            select(func.count()).select_from(_HEADS).where(_HEADS.c.status == PUBLISHED)
+        )
+        return int(found or 0)
+
+
 async def load(db: AsyncEngine) -> PriceBook:
-    """Read the newest version of each list, and every version of the config's book, since each
-    attempt is priced by the one that held when it started."""
+    """Read the newest published version of each list, and every version of the config's book,
+    since each attempt is priced by the one that held when it started."""
+    async with db.connect() as connection:
+        found = (await connection.execute(select(_HEADS).where(_HEADS.c.status == PUBLISHED))).all()
+        newest = {head.name: head.version for head in sorted(found, key=lambda head: head.version)}
+        wanted = [
+            head for head in found if head.name == CONFIG or head.version == newest[head.name]
+        ]
+        books = [await _book(connection, head) for head in sorted(wanted, key=_precedence)]
+    return PriceBook(
+        catalogues=[book for book in books if book.name != CONFIG],
+        agreements=[book for book in books if book.name == CONFIG],
+    )
+
+
+async def load_with(db: AsyncEngine, label: str) -> PriceBook:
+    """As `load`, with one version of one book in force before the other lists: what re-rating asks.
+    A draft may be asked too. Prices agreed in the config go on winning over every list; a version
+    of the config's own book is in force at all times."""
+    head = await find(db, label)
+    current = await load(db)
+    async with db.connect() as connection:
+        row = (await connection.execute(select(_HEADS).where(_HEADS.c.book_id == head.label))).one()
+        chosen = await _book(connection, row)
+    if head.name == CONFIG:
+        always = structs.replace(chosen, published_ns=0)
+        return PriceBook(catalogues=current.catalogues, agreements=[always])
+    others = [book for book in current.catalogues if book.name != head.name]
+    return PriceBook(catalogues=[chosen, *others], agreements=current.agreements)
+
+
+async def _book(connection: AsyncConnection, head: Any) -> Book:
     columns = (
         PriceRow.price_id,
         PriceRow.provider,
@@ -219,35 +388,25 @@ async def load(db: AsyncEngine) -> PriceBook:
         PriceRow.currency,
         PriceRow.effective_from,
         PriceRow.effective_to,
+        PriceRow.service_tier,
     )
-    async with db.connect() as connection:
-        heads = (await connection.execute(select(PriceBookRow.__table__))).all()
-        newest = {head.name: head.version for head in sorted(heads, key=lambda head: head.version)}
-        wanted = [
-            head for head in heads if head.name == CONFIG or head.version == newest[head.name]
-        ]
-        books = []
-        for head in sorted(wanted, key=lambda head: (head.name == CATALOGUE, head.name)):
-            rows = await connection.execute(
-                select(*columns).where(PriceRow.book_id == head.book_id).order_by(PriceRow.price_id)
-            )
-            by_provider: dict[str, list[Any]] = {}
-            for row in rows.all():
-                by_provider.setdefault(row[1], []).append(row)
-            books.append(
-                Book(
-                    name=head.name,
-                    version=head.version,
-                    published_ns=_ns(head.published_at),
-                    prices={
-                        provider: partial(_prices, found) for provider, found in by_provider.items()
-                    },
-                )
-            )
-    return PriceBook(
-        catalogues=[book for book in books if book.name != CONFIG],
-        agreements=[book for book in books if book.name == CONFIG],
+    rows = await connection.execute(
+        select(*columns).where(PriceRow.book_id == head.book_id).order_by(PriceRow.price_id)
     )
+    by_provider: dict[str, list[Any]] = {}
+    for row in rows.all():
+        by_provider.setdefault(row[1], []).append(row)
+    return Book(
+        name=head.name,
+        version=head.version,
+        published_ns=_ns(head.published_at),
+        prices={provider: partial(_prices, found) for provider, found in by_provider.items()},
+    )
+
+
+def _precedence(head: Any) -> tuple[int, str]:
+    """An operator's own books are asked before the public lists."""
+    return ((LITELLM, CATALOGUE).index(head.name) + 1 if head.name in _LISTS else 0), head.name
 
 
 def catalogue_of_genai_prices() -> Catalogue:
@@ -256,7 +415,7 @@ def catalogue_of_genai_prices() -> Catalogue:
 
     by_id = {provider.id: provider for provider in providers}
     entries: list[Entry] = []
-    notes = _Notes()
+    notes = Notes()
     for provider in providers:
         models = list(provider.models)
         # A provider that resells others' models: its own list first, then theirs, as the package
@@ -292,7 +451,7 @@ def catalogue_of_genai_prices() -> Catalogue:
     )
 
 
-class _Notes:
+class Notes:
     """What the conversion could not carry over."""
 
     def __init__(self) -> None:
@@ -307,7 +466,7 @@ class _Notes:
         return rounded
 
 
-def _clauses(match: Any, notes: _Notes, where: str) -> Iterator[tuple[str, str]]:
+def _clauses(match: Any, notes: Notes, where: str) -> Iterator[tuple[str, str]]:
     """A match rule as (match, pattern) pairs, any of which suffices."""
     kind = type(match).__name__
     if kind == "ClauseOr":
@@ -353,7 +512,7 @@ def _regex(match: Any) -> str:
 
 
 def _periods(
-    model: Any, notes: _Notes, where: str
+    model: Any, notes: Notes, where: str
 ) -> Iterator[tuple[datetime | None, datetime | None, dict[str, Any]]]:
     """The prices of a model as periods that follow each other without gap or overlap."""
     if not isinstance(model.prices, list):
@@ -373,7 +532,7 @@ def _periods(
         yield _midnight(edge), _midnight(end), prices
 
 
-def _known_at(model: Any, day: date | None, notes: _Notes, where: str) -> dict[str, Any]:
+def _known_at(model: Any, day: date | None, notes: Notes, where: str) -> dict[str, Any]:
     """The prices that hold on a day: the last condition that is met; the dearer of it and any
     time-of-day price that would take precedence at some hour."""
     base: dict[str, Any] | None = None
@@ -396,7 +555,7 @@ def _known_at(model: Any, day: date | None, notes: _Notes, where: str) -> dict[s
     return base
 
 
-def _known(prices: Any, notes: _Notes) -> dict[str, Any]:
+def _known(prices: Any, notes: Notes) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for key, value in vars(prices).items():
         if value is None or key.startswith("_"):
@@ -421,7 +580,7 @@ def _ceiling(value: Any) -> Decimal:
     return max(price for _, price in _tiers(value))
 
 
-def _config_entries(backend: BackendPrices, notes: _Notes) -> Iterator[Entry]:
+def _config_entries(backend: BackendPrices, notes: Notes) -> Iterator[Entry]:
     prices: list[tuple[Meter, Decimal]] = []
     if backend.price is not None:
         prices += [(Meter.INPUT, backend.price.input), (Meter.OUTPUT, backend.price.output)]
@@ -457,9 +616,13 @@ def _rows(name: str, number: int, entries: Sequence[Entry]) -> list[dict[str, An
 def _sha256(entries: Iterable[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
+        # What came later is left out where it says nothing, so that older digests still hold.
+        fields = structs.astuple(entry)
+        if not entry.service_tier and entry.list_unit_price is None:
+            fields = fields[:-2]
         # plain text with separators that no field contains, so that the digest of equal prices is
         # equal on any machine and release
-        digest.update("\x1f".join(map(str, structs.astuple(entry))).encode())
+        digest.update("\x1f".join(map(str, fields)).encode())
         digest.update(b"\x1e")
     return digest.hexdigest()
 
@@ -468,11 +631,37 @@ async def _newest(db: AsyncEngine, name: str) -> PriceBookRow | Any | None:
     async with db.connect() as connection:
         found = await connection.execute(
             select(PriceBookRow.__table__)
-            .where(PriceBookRow.name == name)
+            .where(PriceBookRow.name == name, PriceBookRow.status == PUBLISHED)
             .order_by(PriceBookRow.version.desc())
             .limit(1)
         )
         return found.first()
+
+
+async def _draft_of(db: AsyncEngine, name: str, digest: str) -> str | None:
+    """The draft that says just this, if it may still be published."""
+    newest = await _newest(db, name)
+    async with db.connect() as connection:
+        found: str | None = await connection.scalar(
+            select(PriceBookRow.book_id)
+            .where(
+                PriceBookRow.name == name,
+                PriceBookRow.sha256 == digest,
+                PriceBookRow.status == DRAFT,
+                PriceBookRow.version > (0 if newest is None else newest.version),
+            )
+            .limit(1)
+        )
+        return found
+
+
+async def _last_version(db: AsyncEngine, name: str) -> int:
+    """The highest number given, drafts included."""
+    async with db.connect() as connection:
+        found = await connection.scalar(
+            select(func.max(PriceBookRow.version)).where(PriceBookRow.name == name)
+        )
+        return int(found or 0)
 
 
 async def _entries(db: AsyncEngine, book_id: str) -> list[Entry]:
@@ -482,34 +671,56 @@ async def _entries(db: AsyncEngine, book_id: str) -> list[Entry]:
         return [Entry(**row._mapping) for row in rows.all()]
 
 
-def _difference(label: str, old: Iterable[Entry], new: Sequence[Entry]) -> Published:
-    """Counts of prices that came, went and changed, with a few examples to read."""
+def changes(old: Iterable[Entry], new: Iterable[Entry]) -> list[Change]:
+    """Each price that came, went or changed, ordered by provider and model."""
 
-    def keyed(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Decimal]:
+    def keyed(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
         return {
             (
-                e.provider,
-                e.match,
-                e.model,
-                e.meter,
-                e.min_input_tokens,
+                *(e.provider, e.model, e.match, e.meter, e.service_tier, e.min_input_tokens),
                 e.effective_from,
-            ): e.unit_price
+            ): e
             for e in entries
         }
 
     before, after = keyed(old), keyed(new)
-    changed = [key for key in after if key in before and before[key] != after[key]]
+    found = []
+    for key in sorted({*before, *after}, key=str):
+        was, now = before.get(key), after.get(key)
+        if was is not None and now is not None and was.unit_price == now.unit_price:
+            continue
+        entry = now or was
+        assert entry is not None
+        found.append(
+            Change(
+                provider=entry.provider,
+                model=entry.model,
+                meter=entry.meter,
+                service_tier=entry.service_tier,
+                min_input_tokens=entry.min_input_tokens,
+                effective_from=entry.effective_from,
+                before=None if was is None else was.unit_price,
+                after=None if now is None else now.unit_price,
+            )
+        )
+    return found
+
+
+def _difference(label: str, old: Iterable[Entry], new: Sequence[Entry]) -> Published:
+    """Counts of prices that came, went and changed, with a few examples to read."""
+    found = changes(old, new)
+    changed = [c for c in found if c.before is not None and c.after is not None]
     return Published(
         label=label,
         is_new=True,
         prices=len(new),
-        added=len(after.keys() - before.keys()),
-        removed=len(before.keys() - after.keys()),
+        added=sum(c.before is None for c in found),
+        removed=sum(c.after is None for c in found),
         changed=len(changed),
         examples=tuple(
-            f"{key[0]} {key[2]} {key[3]}: {plain(before[key])} → {plain(after[key])}"
-            for key in changed[:20]
+            f"{c.provider} {c.model} {c.meter}: "
+            f"{plain(c.before or Decimal(0))} → {plain(c.after or Decimal(0))}"
+            for c in changed[:20]
         ),
     )
 
@@ -529,6 +740,7 @@ def _prices(rows: Iterable[Any]) -> list[Price]:
             currency=row[9],
             effective_from_ns=None if row[10] is None else _ns(row[10]),
             effective_to_ns=None if row[11] is None else _ns(row[11]),
+            service_tier=row[12],
         )
         for row in rows
     ]

@@ -105,6 +105,8 @@ ROUTE = Label("route", values=("chat", "completions"))
 STREAM = Label("stream", values=("true", "false"))
 OUTCOME = Label("outcome", values=tuple(Outcome))
 COUNTS_AGAINST_SLO = Label("counts_against_slo", values=("true", "false"))
+BACKEND = Label("backend", cap=50)
+FAULT = Label("fault", values=("endpoint", "credential", "limit"))
 REASON = Label("reason", values=("primary", "retry", "fallback", "hedge"))
 TOKEN_TYPE = Label("token_type", values=BUCKETS)
 USAGE_SOURCE = Label("usage_source", values=tuple(UsageSource))
@@ -269,6 +271,20 @@ ATTEMPTS = _counter(
     "attempts",
     "Tries at a backend, by why they were made and how they ended.",
     *(PROVIDER, MODEL, REASON, OUTCOME),
+)
+CIRCUIT_STATE = _gauge(
+    "meterline_circuit_state",
+    "state",
+    "Whether a backend may be asked: 0 closed, 1 half open (one request tries it), 2 open. fault: "
+    "endpoint (failures, timeouts), credential (ours is refused), limit (one of its models is at "
+    "its rate limit).",
+    *(BACKEND, FAULT),
+)
+CIRCUIT_OPENED = _counter(
+    "meterline_circuit_opened_total",
+    "times",
+    "Times that a circuit opened.",
+    *(BACKEND, FAULT),
 )
 STREAM_DISCONNECTS = _counter(
     "meterline_stream_disconnects_total",
@@ -457,6 +473,7 @@ PRICE_BOOK_INFO = _info(
 GATEWAY: tuple[Metric, ...] = (
     *(REQUESTS, REQUEST_DURATION, OVERHEAD, QUEUE_WAIT),
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, IN_FLIGHT, OPEN_STREAMS, ATTEMPTS),
+    *(CIRCUIT_STATE, CIRCUIT_OPENED),
     *(LIMIT_REFUSALS, LIMITS_DEGRADED, LIMIT_HOLDS, SLICE_ADMITTED, BUDGET_OVERRUNS),
     *(STREAM_DISCONNECTS, UNAUTHENTICATED, TOKENS, COST, UNPRICED_USAGE),
     *(AMBIGUOUS_USAGE, USAGE_CONFLICTS, ADMITTED, SETTLED, SWEPT, INTENTS_OPEN),
@@ -519,10 +536,35 @@ ENGINE_PREEMPTIONS = _counter(
     "Sequences that lost their KV blocks to others and were computed again.",
     MODEL,
 )
+ENGINE_PREFIX_QUERIES = _counter(
+    "meterline_engine_prefix_cache_queries_tokens_total",
+    "tokens",
+    "Prompt tokens whose keys and values were looked up, once per prompt.",
+    MODEL,
+)
+ENGINE_PREFIX_HITS = _counter(
+    "meterline_engine_prefix_cache_hits_tokens_total",
+    "tokens",
+    "Prompt tokens that an earlier request of the same tenant had computed.",
+    MODEL,
+)
+ENGINE_SPEC_DRAFTED = _counter(
+    "meterline_engine_spec_drafted_tokens_total",
+    "tokens",
+    "Tokens guessed ahead and checked.",
+    MODEL,
+)
+ENGINE_SPEC_ACCEPTED = _counter(
+    "meterline_engine_spec_accepted_tokens_total",
+    "tokens",
+    "Guessed tokens that came true: answer tokens that took no step of their own.",
+    MODEL,
+)
 ENGINE: tuple[Metric, ...] = (
     *(ENGINE_STEP_SECONDS, ENGINE_CHARGED_SECONDS, ENGINE_TOKENS, ENGINE_REQUESTS),
     *(ENGINE_BATCH_SIZE, ENGINE_RUNNING, ENGINE_WAITING, ENGINE_WAITING_TOKENS),
-    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS),
+    *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS, ENGINE_PREFIX_QUERIES, ENGINE_PREFIX_HITS),
+    *(ENGINE_SPEC_DRAFTED, ENGINE_SPEC_ACCEPTED),
 )
 
 REGISTRY: Mapping[str, Metric] = {metric.name: metric for metric in (*GATEWAY, *ENGINE)}

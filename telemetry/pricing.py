@@ -8,7 +8,8 @@ Which price applies is decided by when the attempt started. Prices agreed for a 
 of the config) win over published lists; of those, the model that answered is looked up first and
 the model that was asked for second. A meter without a price of its own takes the price of the
 meter it falls back to, and the line names that price: cache reads and writes, audio, images,
-video and documents fall back to input, reasoning, audio and images out to output.
+video and documents fall back to input, reasoning, audio and images out to output. A service tier
+(batch, flex, priority) that a book does not price is charged at the standard price.
 
 Time on owned hardware is priced per GPU-second: rate per hour x devices / 3600, rounded half up to
 9 decimals when the book is published. What that rounding leaves against the bill (at most 1.8e-6
@@ -109,6 +110,16 @@ LIST_NAMES = {
 }
 
 
+# What providers call the tier that everybody gets: its prices are those without a tier.
+STANDARD_TIERS = frozenset({"", "auto", "default", "standard", "on_demand", "scale"})
+
+
+def standard_tier(name: str | None) -> str:
+    """A service tier as price lists spell it; empty for the standard one."""
+    tier = (name or "").strip().lower()
+    return "" if tier in STANDARD_TIERS else tier
+
+
 class Price(Struct, frozen=True, kw_only=True, gc=False):
     """One dated price of one meter, as published."""
 
@@ -122,6 +133,7 @@ class Price(Struct, frozen=True, kw_only=True, gc=False):
     unit: int
     unit_price: Decimal
     currency: str = "USD"
+    service_tier: str = ""  # "": standard
     effective_from_ns: int | None = None  # None: always
     effective_to_ns: int | None = None  # exclusive
 
@@ -155,12 +167,15 @@ class Sheet(Struct, frozen=True, kw_only=True):
     book: str
     tiers: dict[str, tuple[Price, ...]]
 
-    def price(self, meter: Meter, input_tokens: int) -> Price | None:
-        """The meter's own price, else that of the first meter it falls back to."""
+    def price(self, meter: Meter, input_tokens: int, service_tier: str = "") -> Price | None:
+        """The meter's own price, else that of the first meter it falls back to; of each, the price
+        of the service tier, else the standard one."""
         for name in (meter, *FALLBACKS.get(meter, ())):
-            for price in self.tiers.get(name, ()):
-                if price.min_input_tokens <= input_tokens:
-                    return price
+            prices = self.tiers.get(name, ())
+            for tier in (service_tier, "") if service_tier else ("",):
+                for price in prices:
+                    if price.service_tier == tier and price.min_input_tokens <= input_tokens:
+                        return price
         return None
 
 
@@ -234,7 +249,7 @@ def rate(attempt: Attempt, book: PriceBook) -> tuple[Charge, ...]:
     if attempt.usage is None:
         return () if attempt.first_token_ns is None else (_unpriced(Meter.UNMETERED, 1, 1),)
     sheet = agreed if agreed is not None else _listed(attempt, book)
-    return tuple(_token_lines(attempt.usage, sheet))
+    return tuple(_token_lines(attempt.usage, sheet, standard_tier(attempt.service_tier)))
 
 
 def gpu_second(rate_per_hour: Decimal, count: int) -> Decimal:
@@ -271,19 +286,19 @@ def _listed(attempt: Attempt, book: PriceBook) -> Sheet | None:
     return None
 
 
-def _token_lines(usage: Usage, sheet: Sheet | None) -> Iterator[Charge]:
+def _token_lines(usage: Usage, sheet: Sheet | None, tier: str) -> Iterator[Charge]:
     input_tokens = usage.input_tokens
     for bucket, meter in BUCKET_METERS:
         quantity = getattr(usage, bucket)
         if not quantity:
             continue
-        price = sheet.price(meter, input_tokens) if sheet is not None else None
+        price = sheet.price(meter, input_tokens, tier) if sheet is not None else None
         if sheet is None or price is None:
             yield _unpriced(meter, quantity, MILLION)
         else:
             yield _line(meter, quantity, price, sheet.book)
     if sheet is not None:
-        price = sheet.price(Meter.REQUESTS, input_tokens)
+        price = sheet.price(Meter.REQUESTS, input_tokens, tier)
         if price is not None:
             yield _line(Meter.REQUESTS, 1, price, sheet.book)
 

@@ -156,8 +156,11 @@ class UsageEventRow(LedgerBase):
     engine_us_spec_rejected: Mapped[int | None] = mapped_column(Big)
     usage_source: Mapped[str] = mapped_column(String(16))
     usage_quality: Mapped[str] = mapped_column(String(16))
+    # The hour whose sums it is in: its own, or that of its arrival if its month was closed.
+    booked_hour: Mapped[datetime] = mapped_column(UtcTime)
 
     __table_args__ = (
+        Index("ix_usage_event_booked", "booked_hour"),
         Index("ix_usage_event_request", "request_id"),
         Index("ix_usage_event_tenant_occurred", "tenant_id", "occurred_at"),
         Index("ix_usage_event_occurred", "occurred_at"),
@@ -165,7 +168,8 @@ class UsageEventRow(LedgerBase):
 
 
 class ChargeLineRow(LedgerBase):
-    """One priced meter of one attempt. Never updated; corrections are new lines."""
+    """One priced meter of one attempt. Never updated; corrections are new lines: a reversal (the
+    same with the signs turned) and a replacement. `cause` null: as it was settled."""
 
     __tablename__ = "charge_line"
 
@@ -187,9 +191,13 @@ class ChargeLineRow(LedgerBase):
     currency: Mapped[str] = mapped_column(String(3))
     price_id: Mapped[str | None] = mapped_column(String(64))
     book: Mapped[str | None] = mapped_column(String(80))
+    booked_hour: Mapped[datetime] = mapped_column(UtcTime)  # as in usage_event
+    cause: Mapped[str | None] = mapped_column(String(16))  # rerate: a correction of ours
+    reverses_id: Mapped[str | None] = mapped_column(String(36))  # the line that this one takes back
 
     __table_args__ = (
-        UniqueConstraint("event_id", "meter", name="uq_charge_line_event_meter"),
+        Index("ix_charge_line_booked", "booked_hour"),
+        Index("ix_charge_line_event", "event_id"),
         Index("ix_charge_line_hour", "hour"),
         Index("ix_charge_line_request", "request_id"),
     )
@@ -217,6 +225,32 @@ class RollupRow(LedgerBase):
     amount: Mapped[Decimal] = mapped_column(Money)
     unpriced_lines: Mapped[int] = mapped_column(Big)
     currency: Mapped[str] = mapped_column(String(3), primary_key=True)
+
+
+class MeterRollupRow(LedgerBase):
+    """Hourly sums of charge lines by meter and price: what invoices and exports are made of."""
+
+    __tablename__ = "rollup_meter"
+
+    hour: Mapped[datetime] = mapped_column(UtcTime, primary_key=True)  # booked
+    charge_hour: Mapped[datetime] = mapped_column(UtcTime, primary_key=True)  # when it was used
+    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)  # "" for nobody
+    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    asked_model: Mapped[str] = mapped_column(String(256), primary_key=True)
+    backend: Mapped[str] = mapped_column(String(64), primary_key=True)
+    provider: Mapped[str] = mapped_column(String(64), primary_key=True)
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)
+    service_tier: Mapped[str] = mapped_column(String(32), primary_key=True)  # "": standard
+    meter: Mapped[str] = mapped_column(String(64), primary_key=True)
+    price_id: Mapped[str] = mapped_column(String(64), primary_key=True)  # "": unpriced
+    waste: Mapped[str] = mapped_column(String(24), primary_key=True)  # "": none; see rollups
+    currency: Mapped[str] = mapped_column(String(3), primary_key=True)
+    unit: Mapped[int] = mapped_column(Big)
+    unit_price: Mapped[Decimal | None] = mapped_column(Price)
+    quantity: Mapped[int] = mapped_column(Big)
+    amount: Mapped[Decimal] = mapped_column(Money)
+    lines: Mapped[int] = mapped_column(Big)
+    unpriced_lines: Mapped[int] = mapped_column(Big)
 
 
 class DirtyHourRow(LedgerBase):
@@ -271,16 +305,17 @@ class UsageConflictRow(LedgerBase):
 
 
 class PriceBookRow(LedgerBase):
-    """A published, immutable list of prices."""
+    """A list of prices. A draft prices nothing; once published it is immutable."""
 
     __tablename__ = "price_book"
 
     book_id: Mapped[str] = mapped_column(String(36), primary_key=True)
     name: Mapped[str] = mapped_column(String(64))
     version: Mapped[int] = mapped_column(Integer)
-    published_at: Mapped[datetime] = mapped_column(UtcTime)
+    published_at: Mapped[datetime] = mapped_column(UtcTime)  # of a draft: when it was imported
     source: Mapped[str] = mapped_column(Text)
     sha256: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), default="published")  # draft | published
 
     __table_args__ = (UniqueConstraint("name", "version", name="uq_price_book_name_version"),)
 
@@ -297,11 +332,113 @@ class PriceRow(LedgerBase):
     match: Mapped[str] = mapped_column(String(16))  # equals | starts_with | contains | regex | any
     priority: Mapped[int] = mapped_column(Integer)  # lower is tried first
     meter: Mapped[str] = mapped_column(String(64))
+    service_tier: Mapped[str] = mapped_column(String(32), default="")  # "": standard
     min_input_tokens: Mapped[int] = mapped_column(Big, default=0)
     unit: Mapped[int] = mapped_column(Big)
-    unit_price: Mapped[Decimal] = mapped_column(Price)
+    unit_price: Mapped[Decimal] = mapped_column(Price)  # what is paid: contracted
+    list_unit_price: Mapped[Decimal | None] = mapped_column(Price)  # the public one, if it differs
     currency: Mapped[str] = mapped_column(String(3))
     effective_from: Mapped[datetime | None] = mapped_column(UtcTime)
     effective_to: Mapped[datetime | None] = mapped_column(UtcTime)
 
     __table_args__ = (Index("ix_price_book", "book_id"),)
+
+
+class EngineLeaseRow(LedgerBase):
+    """One life of an engine on hardware with one rate, as its step clock told it. The counters are
+    those of the last heartbeat: adding a heartbeat twice adds nothing."""
+
+    __tablename__ = "engine_lease"
+
+    lease_id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    backend: Mapped[str] = mapped_column(String(64))
+    started_at: Mapped[datetime] = mapped_column(UtcTime)
+    seen_at: Mapped[datetime] = mapped_column(UtcTime)  # started_at + the clock's wall time
+    rate_per_hour: Mapped[Decimal] = mapped_column(Price)  # of one device
+    devices: Mapped[int] = mapped_column(Integer)
+    load_us: Mapped[int] = mapped_column(Big)
+    warmup_us: Mapped[int] = mapped_column(Big)
+    step_us: Mapped[int] = mapped_column(Big)
+    idle_us: Mapped[int] = mapped_column(Big)
+
+    __table_args__ = (Index("ix_engine_lease_backend_seen", "backend", "seen_at"),)
+
+
+class EngineHourRow(LedgerBase):
+    """The part of a lease that lies in one hour: the four phases are all of its wall time."""
+
+    __tablename__ = "engine_hour"
+
+    lease_id: Mapped[str] = mapped_column(
+        String(36), ForeignKey("engine_lease.lease_id"), primary_key=True
+    )
+    hour: Mapped[datetime] = mapped_column(UtcTime, primary_key=True)
+    load_us: Mapped[int] = mapped_column(Big)
+    warmup_us: Mapped[int] = mapped_column(Big)
+    step_us: Mapped[int] = mapped_column(Big)
+    idle_us: Mapped[int] = mapped_column(Big)
+
+    __table_args__ = (Index("ix_engine_hour_hour", "hour"),)
+
+
+class BillRow(LedgerBase):
+    """A bill as a provider sent it. The same file is imported once."""
+
+    __tablename__ = "bill"
+
+    bill_id: Mapped[str] = mapped_column(String(64), primary_key=True)  # SHA-256 of the file
+    provider: Mapped[str] = mapped_column(String(64))
+    format: Mapped[str] = mapped_column(String(16))
+    source: Mapped[str] = mapped_column(Text)
+    imported_at: Mapped[datetime] = mapped_column(UtcTime)
+
+
+class BillLineRow(LedgerBase):
+    """One line of a bill, as far as it says: a model or meter that it does not name is empty."""
+
+    __tablename__ = "bill_line"
+
+    bill_id: Mapped[str] = mapped_column(String(64), ForeignKey("bill.bill_id"), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True)
+    day: Mapped[datetime] = mapped_column(UtcTime)
+    model: Mapped[str] = mapped_column(String(256))
+    meter: Mapped[str] = mapped_column(String(64))
+    quantity: Mapped[int | None] = mapped_column(Big)
+    amount: Mapped[Decimal] = mapped_column(Money)
+    currency: Mapped[str] = mapped_column(String(3))
+    raw: Mapped[str] = mapped_column(Text)  # the line as it came, JSON
+
+    __table_args__ = (Index("ix_bill_line_day", "day"),)
+
+
+class PostingRow(LedgerBase):
+    """What a bill says beyond what was rated, made visible when a month was closed: rated plus the
+    postings of a day is what was billed for it."""
+
+    __tablename__ = "posting"
+
+    posting_id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    month: Mapped[str] = mapped_column(String(7))  # whose closing posted it
+    account: Mapped[str] = mapped_column(String(96))  # unreconciled:<provider>
+    provider: Mapped[str] = mapped_column(String(64))
+    day: Mapped[datetime] = mapped_column(UtcTime)
+    model: Mapped[str] = mapped_column(String(256))
+    meter: Mapped[str] = mapped_column(String(64))
+    currency: Mapped[str] = mapped_column(String(3))
+    amount: Mapped[Decimal] = mapped_column(Money)
+    cause: Mapped[str] = mapped_column(String(96))  # suspected
+    posted_at: Mapped[datetime] = mapped_column(UtcTime)
+
+    __table_args__ = (Index("ix_posting_day", "day"),)
+
+
+class BillingPeriodRow(LedgerBase):
+    """A closed month, UTC. Its manifest can be made again from the rows, byte for byte, and names
+    the hash of the month that was closed before it."""
+
+    __tablename__ = "billing_period"
+
+    month: Mapped[str] = mapped_column(String(7), primary_key=True)  # 2026-11
+    closed_at: Mapped[datetime] = mapped_column(UtcTime)
+    manifest: Mapped[str] = mapped_column(Text)
+    sha256: Mapped[str] = mapped_column(String(64))

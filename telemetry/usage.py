@@ -258,27 +258,6 @@ def latest(previous: Report | None, report: Report | None) -> Report | None:
     return type(report)(**merged)
 
 
-def estimate(
-    body_bytes: int,
-    content_chunks: int,
-    content_bytes: int,
-    *,
-    output_limit: int | None = None,
-) -> Usage:
-    """What an answer without usage probably took. Marked `estimated` by whoever stores it.
-
-    Input: 4 bytes a token, the usual figure for English text in byte-pair encodings, over the
-    whole body, so its JSON syntax stands in for the chat template. Output: the larger of one
-    token a chunk (servers that stream token by token) and 4 bytes a token (servers that bundle),
-    since under-counting is the costlier mistake; never more than one token a byte, nor more than
-    the client allowed (`output_limit`, over all choices)."""
-    output = max(content_chunks, -(-content_bytes // 4))
-    output = min(output, content_bytes)
-    if output_limit is not None:
-        output = min(output, output_limit)
-    return Usage(in_uncached_text=-(-max(body_bytes, 0) // 4), out_text=max(output, 0))
-
-
 class _Counts:
     """Reads counts and remembers whether any of them had to be mended."""
 

@@ -31,6 +31,8 @@ from telemetry.logs import LogFormat
 @click.option(
     "--dtype", default="auto", type=click.Choice(["auto", "float32", "float16", "bfloat16"])
 )
+@click.option("--kernels", default="auto", type=click.Choice(["auto", "native", "torch"]))
+@click.option("--prefix-cache/--no-prefix-cache", default=True, help="Reuse computed prompts.")
 @click.option(
     "--kv-memory-gb", default=0.5, type=click.FloatRange(min=0, min_open=True),
     help="Memory of the KV block pool, gigabytes.",

@@ -117,15 +117,50 @@ def stand_alone_s(work: Sequence[Work], model: CostModel) -> float:
     return cost
 
 
-def charge(step_us: int, rows: Sequence[Row], model: CostModel) -> list[dict[str, int]]:
-    """Microseconds by phase (prefill, decode, recompute, sampling) for each row; their sum is
-    `step_us`. Weights are modelled picoseconds, so that the split is done in integers."""
-    work = [Work(row.count, row.context, int(row.needs_token)) for row in rows]
+def charge(
+    step_us: int, rows: Sequence[Row], model: CostModel, rejected: Sequence[int]
+) -> list[dict[str, int]]:
+    """Microseconds by phase (prefill, decode, recompute, spec_rejected, sampling) for each row;
+    their sum is `step_us`. `rejected`: how many of each row's drafts did not come true. Weights
+    are modelled picoseconds, so that the split is done in integers."""
+    work = [Work(row.count, row.context, row.logits_rows) for row in rows]
     weights: list[int] = []
-    for share in shares(work, model):
-        weights += [round(share.model_s * 1e12), round(share.sampling_s * 1e12)]
+    for item, share, wrong in zip(work, shares(work, model), rejected, strict=True):
+        wasted_s = min(share.model_s, wasted(item, wrong, model))
+        parts_s = (share.model_s - wasted_s, wasted_s, share.sampling_s)
+        weights += [round(seconds * 1e12) for seconds in parts_s]
     parts = split(step_us, weights)
-    return [{row.phase: parts[2 * i], "sampling": parts[2 * i + 1]} for i, row in enumerate(rows)]
+    result = []
+    for i, row in enumerate(rows):
+        kept, wasted_us, sampling = parts[3 * i : 3 * i + 3]
+        result.append({row.phase: kept, "sampling": sampling})
+        if wasted_us:
+            result[-1]["spec_rejected"] = wasted_us
+    return result
+
+
+def wasted(work: Work, rejected: int, model: CostModel) -> float:
+    """Modelled seconds of a sequence's own work that went into drafts that did not come true."""
+    own_s = work.tokens * model.body_token_s
+    own_s += max(work.context * model.kv_token_s, work.attended_pairs * model.attended_pair_s)
+    return own_s * rejected / work.tokens + rejected * model.head_row_s
+
+
+def prompt_room(decodes: int, model: CostModel, target_s: float) -> int:
+    """Prompt tokens that a step of so many decodes can take on and still end within the target."""
+    rows_s = model.head_row_s + model.sample_row_s
+    fixed_s = model.step_s + max(model.head_stream_s, decodes * rows_s)
+    body_s = target_s - fixed_s
+    return max(0, int(body_s / model.body_token_s) - decodes)
+
+
+def draft_price(decodes: int, model: CostModel) -> float:
+    """What checking one draft costs, as a part of what a step of so many decodes costs each."""
+    step_s = model.step_s + max(model.body_stream_s, decodes * model.body_token_s)
+    step_s += max(model.head_stream_s, decodes * model.head_row_s) + decodes * model.sample_row_s
+    # While compute hides behind the weight stream, a draft still takes sampling and attention.
+    extra_s = model.body_token_s + model.head_row_s + model.sample_row_s
+    return min(1.0, extra_s * decodes / step_s)
 
 
 def wall_phase(rows: Sequence[Row]) -> WallPhase:

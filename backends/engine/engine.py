@@ -18,12 +18,21 @@ from typing import Literal
 
 from msgspec import Struct
 
-from backends.engine.account import CostModel, StepClock, calibrate, charge, wall_phase
+from backends.engine.account import (
+    CostModel,
+    StepClock,
+    calibrate,
+    charge,
+    draft_price,
+    prompt_room,
+    wall_phase,
+)
 from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed
-from backends.engine.kv import BlockPool, blocks_for
+from backends.engine.kv import BlockPool, blocks_for, chain_root
 from backends.engine.scheduler import Scheduler
 from backends.engine.seeds import lane_seed
 from backends.engine.spans import Emit, phase_spans
+from backends.engine.spec import Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
@@ -37,6 +46,7 @@ from backends.engine.types import (
     JobRequest,
     JobUsage,
     ModelFacts,
+    Outcome,
     Output,
     Row,
     Runner,
@@ -72,6 +82,10 @@ class Stats:
         self.batch_sizes = [0] * (len(BATCH_BUCKETS) + 1)
         self.batch_size_sum = 0
         self.preemptions = 0
+        self.prefix_queried = 0  # prompt tokens looked up in the cache, once per prompt
+        self.prefix_hit = 0
+        self.drafted = 0
+        self.accepted = 0
         self.jobs: Counter[str] = Counter()  # by how they ended
         self.generated = 0  # tokens drawn
         self.finishes: Counter[str] = Counter()  # choices by finish reason
@@ -150,6 +164,9 @@ class Engine:
         max_batch_size: int = 16,
         max_batch_tokens: int = 512,
         max_jobs: int = 1024,
+        prefix_cache: bool = True,
+        max_drafts: int = 0,
+        step_target_s: float = 0.25,
     ) -> None:
         self._load = load
         self._tokenizer = tokenizer
@@ -158,6 +175,9 @@ class Engine:
         self._max_batch_size = max_batch_size
         self._max_batch_tokens = max_batch_tokens
         self._max_jobs = max_jobs
+        self._prefix_cache = prefix_cache
+        self._max_drafts = max_drafts
+        self._step_target_s = step_target_s
         self._epoch_ns = clock.now_ns() - clock.monotonic_ns()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
@@ -263,6 +283,8 @@ class Engine:
             pool,
             max_batch_size=self._max_batch_size,
             max_batch_tokens=self._max_batch_tokens,
+            draft_price=lambda decodes: draft_price(decodes, costs),
+            prompt_room=lambda decodes: prompt_room(decodes, costs, self._step_target_s),
         )
         if self.state is State.LOADING:
             self.state = State.READY
@@ -343,8 +365,20 @@ class Engine:
         work()
         return max(1, self._clock.monotonic_ns() - started_ns) / 1e9
 
-    def choice(self, job: Job, index: int, prompt: Sequence[int], *, max_tokens: int) -> Choice:
+    def choice(
+        self,
+        job: Job,
+        index: int,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        leader: Choice | None = None,
+    ) -> Choice:
         request = job.request
+        root = None
+        if self.facts is not None and self._prefix_cache:
+            # The weights of this process never change: epoch 0.
+            root = chain_root(model=self.facts.identity, epoch=0, salt=request.cache_salt)
         return Choice(
             job,
             index,
@@ -354,7 +388,17 @@ class Engine:
             seed=lane_seed(request.seed, index),
             decoder=self._tokenizer.decoder(request.shown),
             stops=StopMatcher(request.stop),
+            root=root,
+            leader=leader,
+            proposer=self._proposer(request),
         )
+
+    def _proposer(self, request: JobRequest) -> Proposer | None:
+        """Only where checking several tokens at once gives the same numbers as one by one."""
+        is_strict = self.facts is not None and self.facts.is_strict
+        if not (self._max_drafts and is_strict and request.sampling.is_stateless):
+            return None
+        return Proposer(self._max_drafts)
 
     def is_end(self, token: int) -> bool:
         return token in self._tokenizer.end_tokens
@@ -412,8 +456,13 @@ class _StepLoop:
         request = job.request
         for index in range(len(request.prompts) * request.n):
             prompt = index // request.n
+            leader = job.sequences[prompt * request.n] if index % request.n else None
             choice = self._engine.choice(
-                job, index, request.prompts[prompt], max_tokens=request.max_tokens[prompt]
+                job,
+                index,
+                request.prompts[prompt],
+                max_tokens=request.max_tokens[prompt],
+                leader=leader,
             )
             job.sequences.append(choice)
         job.open_choices = len(job.sequences)
@@ -455,6 +504,11 @@ class _StepLoop:
         for choice in plan.admitted:
             clocks = choice.job.clocks
             clocks.admitted_ns = clocks.admitted_ns or self._engine.now_ns()
+            if choice.high_water == 0 and choice.leader is None and choice.root is not None:
+                self._engine.stats.prefix_queried += choice.n_prompt
+                self._engine.stats.prefix_hit += choice.cached_tokens
+        if plan.copies:
+            self._runner.copy_blocks(plan.copies)
         result = self._run(plan.rows)
         self._step += 1
         step_us = self._engine.step_clock.mark(wall_phase(plan.rows))
@@ -487,28 +541,46 @@ class _StepLoop:
         at = next((i for i, size in enumerate(BATCH_BUCKETS) if len(rows) <= size), -1)
         stats.batch_sizes[at] += 1
         stats.batch_size_sum += len(rows)
-        for row, parts in zip(rows, charge(step_us, rows, self._costs), strict=True):
+        rejected = list(map(_rejected, rows, result.choices))
+        charges = charge(step_us, rows, self._costs, rejected)
+        for row, parts, wrong in zip(rows, charges, rejected, strict=True):
             clocks = row.sequence.job.clocks
             for phase, part_us in parts.items():
                 clocks.device_us[phase] = clocks.device_us.get(phase, 0) + part_us
                 stats.charged_us[phase] += part_us
-            stats.tokens[row.phase] += row.count
+            stats.tokens[row.phase] += row.count - wrong
+            if row.drafts:
+                came_true = len(row.drafts) - wrong
+                row.sequence.job.drafted += len(row.drafts)
+                row.sequence.job.accepted += came_true
+                stats.drafted += len(row.drafts)
+                stats.accepted += came_true
+                if row.sequence.proposer is not None:
+                    row.sequence.proposer.learn(len(row.drafts), came_true)
             if clocks.seen_step != self._step:
                 clocks.seen_step = self._step
                 clocks.steps += 1
                 clocks.neighbours += len(rows)
                 clocks.sampling_ns += result.sampling_ns
 
-    def _commit(self, row: Row, choice: TokenChoice | Exception | None) -> None:
+    def _commit(self, row: Row, choice: Outcome) -> None:
         sequence = row.sequence
         if sequence.job.job_id not in self._jobs:
             return  # another choice of the same job failed in this step
-        sequence.n_computed = row.context
-        sequence.high_water = max(sequence.high_water, row.context)
         match choice:
+            case None:
+                self._scheduler.computed(sequence, row.context)
             case TokenChoice():
+                self._scheduler.computed(sequence, row.context)
                 self._accept(sequence, choice)
+            case tuple():
+                for number, confirmed in enumerate(choice):
+                    self._scheduler.computed(sequence, row.start + 1 + number)
+                    self._accept(sequence, confirmed)
+                    if sequence.finish is not None:
+                        break  # a stop: what was guessed beyond it is not said
             case Exception():
+                self._scheduler.distrust(sequence)
                 message = getattr(choice, "message", None) or str(choice)
                 log.error("job %d failed: %s", sequence.job.job_id, message)
                 self._end(sequence.job, Failed(message), "failed")
@@ -581,6 +653,12 @@ class _StepLoop:
         self._engine.post_outputs(outputs)
 
 
+def _rejected(row: Row, choice: Outcome) -> int:
+    """Drafts that did not come true. Of a row that failed, all."""
+    confirmed = len(choice) - 1 if isinstance(choice, tuple) else 0
+    return len(row.drafts) - confirmed
+
+
 def _usage(job: Job) -> JobUsage:
     """What was computed: all of it for a job that ended well, less for one that was stopped."""
     clocks: Clocks = job.clocks
@@ -595,11 +673,14 @@ def _usage(job: Job) -> JobUsage:
             for at in range(0, len(job.sequences), job.request.n)
         ),
         completion_tokens=sum(sequence.n_output for sequence in job.sequences),
+        cached_tokens=job.cached_tokens,
         queue_s=(admitted_ns - clocks.arrived_ns) / 1e9,
         prefill_s=(first_ns - admitted_ns) / 1e9,
         decode_s=max(0, clocks.last_token_ns - first_ns) / 1e9,
         sampling_s=clocks.sampling_ns / 1e9,
         preemptions=job.preemptions,
+        drafted=job.drafted,
+        accepted=job.accepted,
         device_us=dict(clocks.device_us),
     )
 

@@ -129,6 +129,11 @@ class GgufFile:
             raise WeightsInvalid(self.path, "holds values that are not finite", tensor=name)
         return values
 
+    def blocks(self, name: str, shape: tuple[int, int]) -> tuple[str, Raw]:
+        """The kind of a matrix, and its bytes as they are in the file."""
+        info = self._needed(name, shape)
+        return info.kind, np.frombuffer(self._map, np.uint8, info.nbytes, info.start)
+
     def rows(self, name: str, shape: tuple[int, int]) -> Callable[[Sequence[int]], Array]:
         """Rows of a matrix, dequantised when asked for: an embedding stays as small as its file.
         Its values are those of `tensor`, which also checks them."""

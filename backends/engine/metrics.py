@@ -126,4 +126,8 @@ _READS: dict[Metric, Callable[[Engine], float | Mapping[str, float]]] = {
     declared.ENGINE_WAITING_TOKENS: lambda e: e.waiting_tokens,
     declared.ENGINE_KV_USAGE: _kv_usage,
     declared.ENGINE_PREEMPTIONS: lambda e: e.stats.preemptions,
+    declared.ENGINE_PREFIX_QUERIES: lambda e: e.stats.prefix_queried,
+    declared.ENGINE_SPEC_DRAFTED: lambda e: e.stats.drafted,
+    declared.ENGINE_SPEC_ACCEPTED: lambda e: e.stats.accepted,
+    declared.ENGINE_PREFIX_HITS: lambda e: e.stats.prefix_hit,
 }

@@ -21,7 +21,7 @@ from backends.engine.shape import ModelShape, read_shape
 from backends.engine.types import Row
 
 
-class _Linear:
+class PackedLinear:
     """y = x Wt with the weight packed for oneDNN, where this torch has it."""
 
     __slots__ = ("_is_packed", "_weight")
@@ -44,11 +44,11 @@ class _Linear:
 
 class _Layer(Struct, frozen=True):
     attention_norm: torch.Tensor  # (hidden,)
-    qkv: _Linear  # hidden -> (H + 2 K) D
-    output: _Linear  # H D -> hidden
+    qkv: PackedLinear  # hidden -> (H + 2 K) D
+    output: PackedLinear  # H D -> hidden
     feed_norm: torch.Tensor  # (hidden,)
-    gate_up: _Linear  # hidden -> 2 feed_forward
-    down: _Linear  # feed_forward -> hidden
+    gate_up: PackedLinear  # hidden -> 2 feed_forward
+    down: PackedLinear  # feed_forward -> hidden
 
 
 class Model:
@@ -56,23 +56,31 @@ class Model:
 
     def __init__(self, file: GgufFile, *, kv_blocks: int) -> None:
         self.shape = shape = read_shape(file)
+        self.weight_bytes = 4 * (shape.body_params + shape.head_params)
         table = (shape.vocab, shape.hidden)
         self._embedding = file.rows("token_embd.weight", table)
         self._layers = [_layer(file, shape, number) for number in range(shape.layers)]
         self._norm = torch.from_numpy(file.tensor("output_norm.weight", (shape.hidden,)))
         is_tied = "output.weight" not in file.tensors
         head = "token_embd.weight" if is_tied else "output.weight"
-        self._head = _Linear(file.tensor(head, table))
+        self._head = PackedLinear(file.tensor(head, table))
         size = (shape.layers, shape.kv_heads, kv_blocks * BLOCK_TOKENS, shape.head_dim)
         # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
         self._keys, self._values = torch.empty(size), torch.empty(size)
         exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
         self._frequencies = 1.0 / shape.rope_base**exponent  # (D / 2,)
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Keys and values of all layers."""
+        for pool in (self._keys, self._values):
+            blocks = pool.view(*pool.shape[:2], -1, BLOCK_TOKENS, self.shape.head_dim)
+            blocks[:, :, target] = blocks[:, :, source]
+
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Compute the rows' new tokens into the pool; (rows that need a token, V) fp32."""
-        tokens = [t for row in rows for t in row.sequence.tokens[row.start : row.context]]
+    def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, None]:
+        """Compute the rows' new tokens into the pool; (logits that rows ask for, V) fp32, and no
+        word on which are best."""
+        tokens = [token for row in rows for token in row.tokens]
         positions = torch.cat([torch.arange(row.start, row.context) for row in rows])
         angles = positions[:, None].float() * self._frequencies  # (T, D / 2)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # (T, 1, D / 2)
@@ -84,8 +92,8 @@ class Model:
             x = x + self._feed_forward(layer, x)
         wanted = _last_tokens(rows)
         if not wanted:
-            return x.new_empty(0, self.shape.vocab)
-        return self._head(self._normalised(x[wanted], self._norm))
+            return x.new_empty(0, self.shape.vocab), None
+        return self._head(self._normalised(x[wanted], self._norm)), None
 
     def _attention(
         self,
@@ -128,11 +136,11 @@ def _layer(file: GgufFile, shape: ModelShape, number: int) -> _Layer:
     gate, up = read("ffn_gate", feed_forward, hidden), read("ffn_up", feed_forward, hidden)
     return _Layer(
         attention_norm=torch.from_numpy(read("attn_norm", hidden)),
-        qkv=_Linear(np.concatenate([q, k, read("attn_v", kv, hidden)])),
-        output=_Linear(read("attn_output", hidden, queries)),
+        qkv=PackedLinear(np.concatenate([q, k, read("attn_v", kv, hidden)])),
+        output=PackedLinear(read("attn_output", hidden, queries)),
         feed_norm=torch.from_numpy(read("ffn_norm", hidden)),
-        gate_up=_Linear(np.concatenate([gate, up])),
-        down=_Linear(read("ffn_down", hidden, feed_forward)),
+        gate_up=PackedLinear(np.concatenate([gate, up])),
+        down=PackedLinear(read("ffn_down", hidden, feed_forward)),
     )
 
 
@@ -151,10 +159,10 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _last_tokens(rows: Sequence[Row]) -> list[int]:
-    """Which of the T rows of the step give the logits of the rows that need a token."""
-    wanted, end = [], 0
+    """Which of the T tokens of the step give the logits that rows ask for."""
+    wanted: list[int] = []
+    end = 0
     for row in rows:
         end += row.count
-        if row.needs_token:
-            wanted.append(end - 1)
+        wanted += range(end - row.logits_rows, end)
     return wanted

@@ -361,13 +361,15 @@ def _usage(usage: JobUsage) -> Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptDetails(usage.cached_tokens),
         meterline=Meter(
             queue_s=usage.queue_s,
             prefill_s=usage.prefill_s,
             decode_s=usage.decode_s,
             sampling_s=usage.sampling_s,
-            cached_tokens=0,
+            cached_tokens=usage.cached_tokens,
             preemptions=usage.preemptions,
             device_us=DeviceUs(**usage.device_us),
+            spec=Speculation(usage.drafted, usage.accepted),
         ),
     )

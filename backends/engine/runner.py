@@ -1,61 +1,206 @@
 """The device side of the engine on a CPU: loads weights, computes steps, samples.
 
 With `engine.py` on the other side of the `Runner` protocol: this file knows torch and nothing of
-requests' lives, that one the reverse.
+requests' lives, that one the reverse. Two decoders do the same work: the compiled step of
+`native`, where it can be built and measures faster, and the torch one.
 """
 
+import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
+from backends.engine.errors import StartFailed
 from backends.engine.gguf import GgufFile
-from backends.engine.model import Model
+from backends.engine.model import Model, PackedLinear
+from backends.engine.native.library import Library, Toolchain, Unavailable, load
+from backends.engine.native.model import NativeModel, check_shape, weight_struct
+from backends.engine.native.packing import Dtype, Part, pack
 from backends.engine.sampler import sample
-from backends.engine.shape import ModelShape
-from backends.engine.types import ModelFacts, Row, StepResult, TokenChoice
+from backends.engine.shape import ModelShape, read_shape
+from backends.engine.types import ModelFacts, Outcome, Row, StepResult, TokenChoice
+
+Kernels = Literal["auto", "native", "torch"]
+
+
+class Decoder(Protocol):
+    """Weights and the KV pool of one model."""
+
+    shape: ModelShape
+    weight_bytes: int
+
+    def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
+        """(rows that a sample is due for, V), and their best ids if it knows them (-1: the row
+        holds something that is no number)."""
+        ...
+
+    def copy_block(self, source: int, target: int) -> None: ...
 
 
 class CpuRunner:
-    """One model in fp32. Used by one thread."""
+    """One model. Used by one thread. `summary` says what it computes with and why."""
 
-    def __init__(self, file: GgufFile, *, kv_blocks: int, threads: int | None = None) -> None:
-        if threads is not None:
+    def __init__(
+        self,
+        file: GgufFile,
+        *,
+        kv_blocks: int,
+        threads: int,
+        dtype: Dtype = "auto",
+        kernels: Kernels = "torch",
+        tools: Toolchain | None = None,
+    ) -> None:
+        library, reason = _library(file, kernels, dtype, tools)
+        self._decoder: Decoder
+        if library is None:
+            if dtype == "float16":
+                raise StartFailed(f"dtype = float16 needs the compiled kernels: {reason}")
             torch.set_num_threads(threads)
-        self._model = Model(file, kv_blocks=kv_blocks)
-        self.facts = _facts(self._model.shape, kv_blocks)
+            self._decoder = Model(file, kv_blocks=kv_blocks)
+            formats = "float32"
+        else:
+            torch.set_num_threads(1)  # it only samples
+            native = NativeModel(file, library, kv_blocks=kv_blocks, threads=threads, dtype=dtype)
+            self._decoder = _Native(native)
+            formats = "+".join(native.formats)
+        name = "torch" if library is None else "compiled"
+        self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
+        self.facts = _facts(file, self._decoder, kv_blocks, f"{name}/{formats}")
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._decoder.copy_block(source, target)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> StepResult:
-        logits = self._model.logits(rows)
+        logits, known = self._decoder.logits(rows)
+        best: Sequence[int | None] = [None] * len(logits) if known is None else known
         started_ns = time.perf_counter_ns()
-        choices: list[TokenChoice | Exception | None] = []
+        choices: list[Outcome] = []
         at = 0
         for row in rows:
-            if not row.needs_token:
+            mine = range(at, at + row.logits_rows)
+            at = mine.stop
+            if row.drafts:
+                choices.append(_confirmed(logits, best, row, mine))
+            elif row.needs_token:
+                choices.append(_sampled(logits[mine[0]], row, best[mine[0]]))
+            else:
                 choices.append(None)
-                continue
-            choices.append(_sampled(logits[at], row))
-            at += 1
         return StepResult(choices, time.perf_counter_ns() - started_ns)
 
 
-def _sampled(logits: torch.Tensor, row: Row) -> TokenChoice | Exception:
+class _Native:
+    """The compiled decoder as a `Decoder`: its arrays as tensors, without a copy."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self._model = model
+        self.shape = model.shape
+        self.weight_bytes = model.weight_bytes
+        self.copy_block = model.copy_block
+
+    def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
+        logits, best = self._model.logits(rows)
+        return torch.from_numpy(logits), best
+
+
+def _library(
+    file: GgufFile, kernels: Kernels, dtype: Dtype, tools: Toolchain | None
+) -> tuple[Library | None, str]:
+    """The compiled functions if they are to be used, and why or why not."""
+    if kernels == "torch":
+        return None, "as set"
+    try:
+        check_shape(read_shape(file))
+        if tools is None:
+            raise Unavailable("no place to build in")
+        library = load(tools)
+        if kernels == "native":
+            return library, "as set"
+        return _faster(file, library, dtype)
+    except Unavailable as error:
+        if kernels == "native":
+            raise StartFailed(f"kernels = native: {error}") from error
+        return None, str(error)
+
+
+def _faster(file: GgufFile, library: Library, dtype: Dtype) -> tuple[Library | None, str]:
+    """Measure one layer's widest matrix both ways on one thread: eight single rows and a chunk of
+    64, about what a step of prompts and a few of answers ask for."""
+    shape = read_shape(file)
+    names = [f"blk.0.{name}.weight" for name in ("ffn_gate", "ffn_up")]
+    size = (shape.feed_forward, shape.hidden)
+    packed = pack(file, [Part(name, size) for name in names], dtype)
+    weight = weight_struct(packed)
+    linear = PackedLinear(np.concatenate([file.tensor(name, size) for name in names]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    took_us: dict[str, float] = {"compiled": 0.0, "torch": 0.0}
+    for count, times in ((1, 8), (64, 1)):
+        x = torch.randn(count, shape.hidden, generator=torch.Generator().manual_seed(1))
+        y = torch.empty(count, packed.rows)
+        pointer = ctypes.byref(weight)
+        compiled = _best_us(lambda: library.linear(pointer, x.data_ptr(), count, y.data_ptr()))  # noqa: B023  # called at once
+        took_us["compiled"] += times * compiled
+        took_us["torch"] += times * _best_us(lambda: linear(x))  # noqa: B023  # called at once
+    torch.set_num_threads(threads)
+    measured = ", ".join(f"{name} {us:,.0f} µs" for name, us in took_us.items())
+    chosen = library if took_us["compiled"] <= took_us["torch"] else None
+    return chosen, f"measured on one matrix: {measured}"
+
+
+def _best_us(work: Callable[[], object]) -> float:
+    took = []
+    for _ in range(5):
+        started_ns = time.perf_counter_ns()
+        work()
+        took.append((time.perf_counter_ns() - started_ns) / 1e3)
+    return min(took)
+
+
+def _sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | Exception:
+    sampling = row.sequence.job.request.sampling
+    if best is not None and best >= 0 and sampling.takes_best:
+        return TokenChoice(best)
     try:
         return sample(logits, row.sequence)
     except (ArithmeticError, RuntimeError, IndexError, ValueError) as error:
         return error  # this sequence fails; its neighbours do not
 
 
-def _facts(shape: ModelShape, kv_blocks: int) -> ModelFacts:
+def _confirmed(
+    logits: torch.Tensor, best: Sequence[int | None], row: Row, mine: range
+) -> tuple[TokenChoice, ...] | Exception:
+    """Choose token after token, as long as the choice is what was guessed."""
+    confirmed: list[TokenChoice] = []
+    for at, draft in zip(mine, (*row.drafts, None), strict=True):
+        choice = _sampled(logits[at], row, best[at])
+        if isinstance(choice, Exception):
+            if not confirmed:
+                return choice
+            break  # it fails in the next step, when this token is its turn
+        confirmed.append(choice)
+        if choice.token != draft:
+            break
+    return tuple(confirmed)
+
+
+def _facts(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
+    shape = decoder.shape
     return ModelFacts(
+        identity=f"{file.header_digest}/{formats}/kv-float32",
         body_params=shape.body_params,
         head_params=shape.head_params,
-        weight_bytes=4,
+        weight_bytes=decoder.weight_bytes / (shape.body_params + shape.head_params),
         layers=shape.layers,
         heads=shape.heads,
         head_dim=shape.head_dim,
         vocab=shape.vocab,
         kv_token_bytes=shape.kv_token_bytes,
         kv_blocks=kv_blocks,
+        is_strict=isinstance(decoder, _Native),
     )

@@ -24,6 +24,7 @@ from backends.engine.engine import Engine
 from backends.engine.errors import ListenFailed, StartFailed
 from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS
+from backends.engine.native.library import Toolchain
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
@@ -72,6 +73,12 @@ def prepare_environment(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where the user's caches are, by the XDG convention."""
+    base = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "meterline"
+
+
 def physical_cores(cpuinfo: str, available: set[int]) -> int:
     """Distinct cores among the processors that this process may use."""
     cores: set[tuple[str, str]] = set()
@@ -92,13 +99,17 @@ def build(
     clock: Clock | None = None,
     emit: Emit = discard,
     vllm_metrics: bool = False,
+    cache: Path | None = None,
 ) -> Built:
-    """Check the model file and compose the engine. Raises StartFailed; takes no torch."""
+    """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
+    kernels are kept in `cache`."""
     if settings.device == "cuda":
         raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
-    if settings.dtype not in ("auto", "float32"):
-        raise StartFailed(f"dtype = {settings.dtype}: this engine computes in float32; use auto")
+    if settings.dtype == "bfloat16":
+        raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     clock = clock or SystemClock()
+    speculative = settings.speculative
+    cache = cache or Path.home() / ".cache" / "meterline"
     file = open_weights(settings.model)
     shape = read_shape(file)
     words = tokenizer.from_gguf(file)
@@ -106,12 +117,15 @@ def build(
     blocks = pool_blocks(shape, settings.kv_memory_gb)
     context = min(shape.context, blocks * BLOCK_TOKENS)
     engine = Engine(
-        load=lambda: _load(file, blocks, settings.threads or _default_threads()),
+        load=lambda: _load(file, blocks, settings, cache),
         tokenizer=words,
         clock=clock,
         emit=emit,
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
+        prefix_cache=settings.prefix_cache,
+        step_target_s=settings.step_target_s,
+        max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
     name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
@@ -146,7 +160,9 @@ def serve(
     spans = _open_spans(told)
     try:
         emit = discard if spans is None else exporting(spans)
-        built = build(settings, emit=emit, vllm_metrics=told.vllm_metrics)
+        built = build(
+            settings, emit=emit, vllm_metrics=told.vllm_metrics, cache=cache_folder(os.environ)
+        )
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)
@@ -235,11 +251,20 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
     told_to_stop.set()
 
 
-def _load(file: GgufFile, blocks: int, threads: int) -> Runner:
+def _load(file: GgufFile, blocks: int, settings: EngineSettings, cache: Path) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
     from backends.engine.runner import CpuRunner
 
-    return CpuRunner(file, kv_blocks=blocks, threads=threads)
+    runner = CpuRunner(
+        file,
+        kv_blocks=blocks,
+        threads=settings.threads or default_threads(),
+        dtype="auto" if settings.dtype == "bfloat16" else settings.dtype,
+        kernels=settings.kernels,
+        tools=Toolchain.of_this_machine(cache),
+    )
+    sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
+    return runner
 
 
 def _load_problem(error: BaseException | None) -> str:
@@ -254,7 +279,7 @@ def _load_problem(error: BaseException | None) -> str:
             return f"loading the model failed: {type(error).__name__}: {error}"
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
     info = Path("/proc/cpuinfo")
     available = os.sched_getaffinity(0)
     return physical_cores(info.read_text() if info.exists() else "", available)

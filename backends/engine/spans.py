@@ -62,7 +62,7 @@ def phase_spans(job: Job) -> list[PhaseSpan]:
                     genai.USAGE_INPUT_TOKENS: _prompt_tokens(job),
                     genai.DEVICE_MICROSECONDS: charged.get("prefill", 0)
                     + charged.get("recompute", 0),
-                    genai.ENGINE_CACHED_TOKENS: 0,
+                    genai.ENGINE_CACHED_TOKENS: job.cached_tokens,
                     genai.PREEMPTIONS: job.preemptions,
                 },
             )

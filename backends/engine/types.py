@@ -10,6 +10,7 @@ from typing import Protocol
 from msgspec import Struct, field
 
 from backends.engine.guided import Guide
+from backends.engine.spec import Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import TextDecoder
 
@@ -39,6 +40,17 @@ class Sampling(Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
     @property
+    def takes_best(self) -> bool:
+        """Whether the largest logit is all there is to know."""
+        return self.is_greedy and self.is_plain and self.logprobs is None
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether a choice does not change what the next is chosen from, beside the text."""
+        no_penalty = self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        return no_penalty and self.repetition_penalty == 1.0 and not self.is_guided
+
+    @property
     def is_plain(self) -> bool:
         """Whether the raw logits decide, with nothing to change in them."""
         return (
@@ -61,6 +73,7 @@ class JobRequest(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     seed: int = 0
     priority: int = 0  # lower first, as in vLLM
+    cache_salt: str | None = None  # whose cached prefixes it may find, and who may find its own
     traceparent: str | None = None
     model: str = ""
     guide: Guide | None = None  # at its start; each choice gets a copy
@@ -104,15 +117,25 @@ class Clocks:
 class Job:
     """One request from intake to its terminal event. `sequences` in order of choice index."""
 
-    __slots__ = ("clocks", "job_id", "open_choices", "preemptions", "request", "sequences")
+    __slots__ = (
+        "accepted", "clocks", "drafted", "job_id", "open_choices", "preemptions", "request",
+        "sequences",
+    )  # fmt: skip
 
     def __init__(self, job_id: int, request: JobRequest, arrived_ns: int) -> None:
         self.job_id = job_id
         self.request = request
         self.clocks = Clocks(arrived_ns)
         self.preemptions = 0
+        self.drafted = 0  # guessed tokens that were checked, and that came true
+        self.accepted = 0
         self.sequences: list[Sequence] = []
         self.open_choices = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, each counted once, however many choices continue it."""
+        return sum(sequence.cached_tokens for sequence in self.sequences[:: self.request.n])
 
 
 class Entries:
@@ -149,12 +172,16 @@ class Sequence:
     """One choice being generated.
 
     `tokens[:n_computed]` have their keys and values in `blocks`. `high_water` is the most that
-    was ever computed: what is computed again below it, after a preemption, is "recompute"."""
+    was ever computed: what is computed again below it, after a preemption, is "recompute".
+    `keys` name its full blocks (see `kv`), the first `n_published` of which others can find.
+    `leader` is the choice of the same prompt whose blocks this one forks, instead of computing
+    the prompt again."""
 
     __slots__ = (
-        "arrival", "blocks", "counts", "decoder", "draws", "entries", "finish", "guide",
-        "high_water", "index", "job", "max_tokens", "n_computed", "n_prompt", "seed", "seen",
-        "stops", "tokens",
+        "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
+        "guide", "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed",
+        "n_prompt", "n_published", "priority", "proposer", "root", "seed", "seen", "stops",
+        "tokens", "waited_since",
     )  # fmt: skip
 
     def __init__(
@@ -168,6 +195,9 @@ class Sequence:
         seed: int,
         decoder: TextDecoder,
         stops: StopMatcher,
+        root: bytes | None = None,
+        leader: "Sequence | None" = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.job = job
         self.index = index
@@ -177,6 +207,14 @@ class Sequence:
         self.n_computed = 0
         self.high_water = 0
         self.blocks: list[int] = []
+        self.root = root  # None: finds nothing and is not found
+        self.keys: list[bytes] = []
+        self.n_published = 0
+        self.leader = leader
+        self.priority = job.request.priority  # it falls, that is rises, while it waits
+        self.waited_since: int | None = None  # the scheduler's step
+        self.proposer = proposer
+        self.cached_tokens = 0  # of the prompt, found when it was first admitted
         self.max_tokens = max_tokens
         self.seed = seed
         self.draws = 0
@@ -223,11 +261,13 @@ class Sequence:
 
 
 class Row(Struct, frozen=True):
-    """What one sequence computes in one step: `tokens[start : start + count]`."""
+    """What one sequence computes in one step: `tokens[start : start + count]`. The last ones may
+    be `drafts`: guesses at what follows its known tokens, checked in the same step."""
 
     sequence: Sequence
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def context(self) -> int:
@@ -236,7 +276,17 @@ class Row(Struct, frozen=True):
     @property
     def needs_token(self) -> bool:
         """Whether the last computed token is the last known one, so that the next is sampled."""
-        return self.context == len(self.sequence.tokens)
+        return self.context - len(self.drafts) == len(self.sequence.tokens)
+
+    @property
+    def tokens(self) -> SequenceOf[int]:
+        known = self.sequence.tokens[self.start : self.context]
+        return [*known, *self.drafts] if self.drafts else known
+
+    @property
+    def logits_rows(self) -> int:
+        """Of the last computed tokens: one more than there are drafts."""
+        return 1 + len(self.drafts) if self.needs_token else 0
 
     @property
     def phase(self) -> str:
@@ -245,32 +295,43 @@ class Row(Struct, frozen=True):
         return "decode" if self.start >= self.sequence.n_prompt else "prefill"
 
 
+Outcome = TokenChoice | tuple[TokenChoice, ...] | Exception | None
+
+
 class StepResult(Struct, frozen=True):
     """`choices[i]` belongs to the i-th row: None where no token was due, an exception where this
-    row failed alone."""
+    row failed alone; for a row with drafts, those that came true and the token after them."""
 
-    choices: list[TokenChoice | Exception | None]
+    choices: list[Outcome]
     sampling_ns: int
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What the cost model and the limits need to know of a loaded model."""
+    """What the cost model and the limits need to know of a loaded model. `identity` names all that
+    keys and values depend on beside the text: weights, their format, that of the pool."""
+
+    identity: str
 
     body_params: int
     head_params: int
-    weight_bytes: int  # per parameter
+    weight_bytes: float  # per parameter
     layers: int
     heads: int
     head_dim: int
     vocab: int
     kv_token_bytes: int
     kv_blocks: int
+    is_strict: bool = False  # a token's numbers do not depend on how it is computed
 
 
 class Runner(Protocol):
     """The device side. Used by the engine thread alone."""
 
     facts: ModelFacts
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy keys and values between blocks of the pool: (from, to)."""
+        ...
 
     def run(self, rows: SequenceOf[Row]) -> StepResult:
         """Compute the rows and sample where due. Raises whatever the device raises."""
@@ -291,11 +352,14 @@ class JobUsage(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
     queue_s: float
     prefill_s: float
     decode_s: float
     sampling_s: float
     preemptions: int
+    drafted: int = 0
+    accepted: int = 0
     device_us: dict[str, int] = field(default_factory=dict)
 
 

@@ -367,6 +367,7 @@ class Parser:
                 ignore_eos=bool(body.ignore_eos),
                 seed=secrets.randbits(63) if body.seed is None else body.seed,
                 priority=body.priority or 0,
+                cache_salt=body.cache_salt,
                 traceparent=traceparent,
                 model=body.model,
                 shown=self._markers if use else frozenset(),

@@ -151,7 +151,7 @@ def print_items(items: Sequence[Struct], columns: Sequence[str], form: Format) -
         click.echo(json.dumps([msgspec.to_builtins(item) for item in items], indent=2))
         return
     rows = [[_cell(getattr(item, column)) for column in columns] for item in items]
-    for line in _aligned([[column.upper() for column in columns], *rows]):
+    for line in aligned([[column.upper() for column in columns], *rows]):
         click.echo(line)
 
 
@@ -162,7 +162,7 @@ def print_item(item: Struct, form: Format, **more: str) -> None:
         click.echo(json.dumps(facts, indent=2))
         return
     cells = {field: getattr(item, field) for field in item.__struct_fields__} | more
-    for line in _aligned([[field, _cell(value)] for field, value in cells.items()]):
+    for line in aligned([[field, _cell(value)] for field, value in cells.items()]):
         click.echo(line)
 
 
@@ -242,7 +242,8 @@ def _cell(value: Any) -> str:
             return str(value) or "-"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines in columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -11,13 +11,13 @@ from msgspec import Struct
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.commands import BadInput, every
+from gateway.commands import BadInput
 from gateway.commands.files import database_url, read_config
 from gateway.config import Config
 from gateway.errors import GatewayError
 from gateway.keys import KeyRing
 from gateway.secrets import pepper
-from gateway.tenants import MAX_PAGE, Tenants
+from gateway.tenants import Tenants, tenant_names
 from telemetry import books
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
@@ -37,8 +37,7 @@ class OpenBooks(Struct, frozen=True, kw_only=True):
 
     async def tenant_names(self) -> dict[str, str]:
         """id → name, deleted tenants too."""
-        found = await every(lambda after: self.tenants.tenants(after=after, limit=MAX_PAGE))
-        return {tenant.id: tenant.name for tenant in found}
+        return await tenant_names(self.tenants)
 
 
 def with_books(path: Path, work: Callable[[OpenBooks], Awaitable[T]]) -> T:

@@ -55,6 +55,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     rollup_money: dict[str, Decimal]
     hours_off: tuple[str, ...]  # hours whose roll-up differs from its events
     requests_off: tuple[str, ...]  # requests whose rows differ from their own record
+    corrections_off: tuple[str, ...] = ()  # charge lines that correct what is not there
 
 
 _SHOWN = 20
@@ -91,6 +92,13 @@ def laws(facts: Facts) -> list[Law]:
             len(facts.requests_off),
             0,
             facts.requests_off,
+        ),
+        _law(
+            "corrections",
+            "reversals that do not mirror exactly one line",
+            len(facts.corrections_off),
+            0,
+            facts.corrections_off,
         ),
     ]
     if facts.dirty_hours == 0:  # else the roll-ups are known to be behind: no law yet

@@ -1,8 +1,10 @@
 """Tokens of an attempt whose backend reported none: cut streams, disconnects, crashes. Pure.
 
-One rule for every exit, so that an abandoned request is estimated like a cancelled one. The
-scripted backend and our engine send one token per content chunk, so there the count is exact; of
-others the text that passed is divided by BYTES_PER_TOKEN. Never more than the client allowed.
+The one rule for every exit, so that an abandoned request is estimated like a cancelled one. The
+scripted backend and our engine send one token per content chunk, so their streams are counted
+exactly. Of others: the larger of one token a chunk (servers that stream token by token) and four
+bytes a token (servers that bundle), since under-counting is the costlier mistake; never more than
+one token a byte. Never more than the client allowed.
 """
 
 from telemetry.record import Attempt, Outcome, RequestRecord
@@ -17,7 +19,8 @@ def output_tokens(record: RequestRecord, attempt: Attempt) -> int:
     if attempt.provider in ONE_TOKEN_PER_CHUNK and record.stream:
         tokens = record.chunks
     else:
-        tokens = -(-record.content_bytes // BYTES_PER_TOKEN)
+        tokens = max(record.chunks, -(-record.content_bytes // BYTES_PER_TOKEN))
+        tokens = min(tokens, record.content_bytes)
     return tokens if record.output_limit is None else min(tokens, record.output_limit)
 
 

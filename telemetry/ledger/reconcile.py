@@ -6,6 +6,7 @@ record, after the cursor was read: what the server appends meanwhile counts on b
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from telemetry.clock import Clock
 from telemetry.ledger import entries, frames, rows
 from telemetry.ledger.conservation import Facts, Law, NodeFacts, laws
-from telemetry.ledger.rollups import COUNTS, ROLLUPS, hour_sums
+from telemetry.ledger.rollups import COUNTS, METERS, ROLLUPS, hour_sums
 from telemetry.ledger.rows import Row, Settled
 from telemetry.ledger.shipper import CONFLICTS, CURSORS, DIRTY, EVENTS, INTENTS, LINES, REQUESTS
 from telemetry.ledger.wal import START, Position, folders, node_of
@@ -68,6 +69,7 @@ async def gather(
             rollup_money=rollup_money,
             hours_off=hours_off,
             requests_off=await _requests_off(db),
+            corrections_off=await _corrections_off(db),
         )
 
 
@@ -128,17 +130,20 @@ async def _rollup_counts(db: AsyncConnection) -> dict[str, int]:
 async def _compare_hours(db: AsyncConnection) -> tuple[dict[str, int], tuple[str, ...]]:
     """Sums over all events, and the hours whose stored roll-up is not what it must be."""
     totals = dict.fromkeys(COUNTS, 0)
-    hours = set((await db.execute(select(ROLLUPS.c.hour).distinct())).scalars())
-    async with db.stream(select(EVENTS.c.occurred_at)) as found:
-        async for row in found:
-            hours.add(rows.hour_of(row.occurred_at))
+    hours: set[datetime] = set()
+    for column in (
+        *(ROLLUPS.c.hour, METERS.c.hour),
+        *(EVENTS.c.booked_hour, LINES.c.booked_hour),
+    ):
+        hours.update((await db.execute(select(column).distinct())).scalars())
     off: list[str] = []
     for hour in sorted(hours):
         must = await hour_sums(db, hour)
-        stored = await db.execute(select(ROLLUPS).where(ROLLUPS.c.hour == hour))
-        if _keyed(must) != _keyed([dict(row._mapping) for row in stored]):
-            off.append(hour.isoformat())
-        for sums in must:
+        for table, fresh in ((ROLLUPS, must.hours), (METERS, must.meters)):
+            stored = await db.execute(select(table).where(table.c.hour == hour))
+            if _keyed(fresh) != _keyed([dict(row._mapping) for row in stored]):
+                off.append(f"{hour.isoformat()} ({table.name})")
+        for sums in must.hours:
             for name in COUNTS:
                 totals[name] += sums[name]
     return totals, tuple(off)
@@ -150,14 +155,16 @@ def _keyed(found: list[Row]) -> set[tuple[Any, ...]]:
 
 async def _money(db: AsyncConnection) -> tuple[dict[str, Decimal], dict[str, Decimal]]:
     sums: list[dict[str, Decimal]] = []
-    for table in (LINES, ROLLUPS):
+    for table in (LINES, ROLLUPS, METERS):
         total: dict[str, Decimal] = {}
         async with db.stream(select(table.c.currency, table.c.amount)) as found:
             async for row in found:
                 if row.amount is not None:
                     total[row.currency] = EXACT.add(total.get(row.currency, Decimal(0)), row.amount)
         sums.append({currency: amount for currency, amount in total.items() if amount})
-    return sums[0], sums[1]
+    lines, hours, meters = sums
+    # The two roll-ups must agree: where they do not, the law is broken by the one that is off.
+    return lines, hours if hours != lines else meters
 
 
 async def _requests_off(db: AsyncConnection) -> tuple[str, ...]:
@@ -168,7 +175,7 @@ async def _requests_off(db: AsyncConnection) -> tuple[str, ...]:
     async for page in _pages(db):
         ids = [row.request_id for row in page]
         events = await _by_request(db, EVENTS, ids, _EVENT_FACTS)
-        lines = await _by_request(db, LINES, ids, _LINE_FACTS)
+        lines = await _by_request(db, LINES, ids, _LINE_FACTS, LINES.c.cause.is_(None))
         for row in page:
             settled = _derived(row)
             mine, charged = events.get(row.request_id, set()), lines.get(row.request_id, set())
@@ -182,7 +189,10 @@ async def _requests_off(db: AsyncConnection) -> tuple[str, ...]:
                 or charged != {_facts(line, _LINE_FACTS) for line in settled.lines}
             ):
                 off.append(row.request_id)
-    orphans = (await _count(db, EVENTS) - events_seen, await _count(db, LINES) - lines_seen)
+    settled_lines = await db.scalar(
+        select(func.count()).select_from(LINES).where(LINES.c.cause.is_(None))
+    )
+    orphans = (await _count(db, EVENTS) - events_seen, int(settled_lines or 0) - lines_seen)
     off.extend(
         f"{count} {name} without a request"
         for count, name in zip(orphans, ("events", "charge lines"), strict=True)
@@ -191,6 +201,35 @@ async def _requests_off(db: AsyncConnection) -> tuple[str, ...]:
     return tuple(off)
 
 
+async def _corrections_off(db: AsyncConnection) -> tuple[str, ...]:
+    """Reversals that are not the mirror of the line that they take back, and lines that were taken
+    back twice."""
+    wrong: list[str] = []
+    seen: set[str] = set()
+    original = LINES.alias()
+    statement = (
+        select(LINES, *(original.c[name].label(f"was_{name}") for name in _MIRRORED))
+        .join(original, original.c.line_id == LINES.c.reverses_id, isouter=True)
+        .where(LINES.c.reverses_id.is_not(None))
+        .order_by(LINES.c.line_id)
+    )
+    async with db.stream(statement) as found:
+        async for row in found:
+            was = {name: getattr(row, f"was_{name}") for name in _MIRRORED}
+            is_mirror = (
+                was["quantity"] is not None
+                and row.quantity == -was["quantity"]
+                and (row.amount is None) == (was["amount"] is None)
+                and (row.amount is None or row.amount == -was["amount"])
+                and all(getattr(row, name) == was[name] for name in _MIRRORED[2:])
+            )
+            if not is_mirror or row.reverses_id in seen:
+                wrong.append(row.line_id)
+            seen.add(row.reverses_id)
+    return tuple(wrong)
+
+
+_MIRRORED = ("quantity", "amount", "event_id", "meter", "unit_price", "currency", "hour")
 _REQUEST_FACTS = ("tenant_id", "key_id", "asked_model", "outcome", "status", "opened_at")
 _EVENT_FACTS = (
     "event_id",
@@ -231,10 +270,10 @@ async def _pages(db: AsyncConnection) -> AsyncIterator[list[Any]]:
 
 
 async def _by_request(
-    db: AsyncConnection, table: Any, ids: list[str], names: tuple[str, ...]
+    db: AsyncConnection, table: Any, ids: list[str], names: tuple[str, ...], *only: Any
 ) -> dict[str, set[tuple[Any, ...]]]:
     found: dict[str, set[tuple[Any, ...]]] = {}
-    for row in await db.execute(select(table).where(table.c.request_id.in_(ids))):
+    for row in await db.execute(select(table).where(table.c.request_id.in_(ids), *only)):
         found.setdefault(row.request_id, set()).add(_facts(dict(row._mapping), names))
     return found
 

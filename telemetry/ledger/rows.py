@@ -1,6 +1,7 @@
 """From log records to table rows. Pure: the same bytes always give the same rows and ids.
 
 A settlement becomes one gateway_request, a usage_event per attempt and a charge_line per charge.
+All are booked in the hour that they happened in; whoever ships them into a closed month moves them.
 Text is cut to its column and freed of NUL (PostgreSQL refuses it) in the columns only; the `record`
 column keeps the logged bytes, which `payload_hash` is taken of.
 """
@@ -134,7 +135,7 @@ def settlement_rows(settlement: entries.Settlement) -> Settled:
     for attempt in data.attempts:
         event = _event_row(data, attempt, is_final=attempt is final)
         events.append(event)
-        lines.extend(_line_rows(event, attempt))
+        lines.extend(line_rows(event, attempt))
     return Settled(
         data.request_id,
         settlement.admitted,
@@ -198,12 +199,13 @@ def _event_row(data: RequestRecord, attempt: Attempt, *, is_final: bool) -> Row:
         "engine_us_spec_rejected": None if device is None else device.spec_rejected,
         "usage_source": attempt.usage_source.value,
         "usage_quality": attempt.usage_quality.value,
+        "booked_hour": hour_of(at(attempt.started_ns)),
     }
     row.update(structs.asdict(usage))
     return _fitted(UsageEventRow.__table__, row)
 
 
-def _line_rows(event: Row, attempt: Attempt) -> list[Row]:
+def line_rows(event: Row, attempt: Attempt) -> list[Row]:
     """A line per meter and charge; a meter that was charged twice (a price change inside it would
     be such a case) gets distinct names, because (event, meter) is the line's identity."""
     rows: list[Row] = []
@@ -233,6 +235,9 @@ def _line_rows(event: Row, attempt: Attempt) -> list[Row]:
                     "currency": charge.currency,
                     "price_id": charge.price_id,
                     "book": charge.book,
+                    "booked_hour": event["booked_hour"],
+                    "cause": None,
+                    "reverses_id": None,
                 },
             )
         )

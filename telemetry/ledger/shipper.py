@@ -1,8 +1,10 @@
 """Carry one node's log into the database: rows and cursor in the same transaction.
 
 Invariant: whatever dies between two statements, replaying the log inserts nothing twice and leaves
-nothing out. Rows are inserted with ON CONFLICT DO NOTHING on ids that the log determines; a request
-that arrives again with other facts is kept apart in `usage_conflict` and never overwrites. A record
+nothing out. What happened in a month that is closed by now is booked in the hour of its arrival:
+the closed month stays as it is, and the late event is a correction in the open one. Rows are
+inserted with ON CONFLICT DO NOTHING on ids that the log determines; a request that arrives again
+with other facts is kept apart in `usage_conflict` and never overwrites. A record
 that the database refuses for its content is kept there too, so that one bad record cannot stop the
 log. While the database is away nothing is lost: the log keeps it and the shipper tries again.
 """
@@ -10,6 +12,8 @@ log. While the database is away nothing is lost: the log keeps it and the shippe
 import asyncio
 import base64
 import logging
+from collections.abc import Collection
+from datetime import datetime
 from typing import Any
 from uuid import UUID, uuid5
 
@@ -26,6 +30,7 @@ from telemetry.ledger.rows import Folded, Row, Settled
 from telemetry.ledger.wal import START, Batch, Position, WriteAheadLog
 from telemetry.record import Outcome
 from telemetry.tables import (
+    BillingPeriodRow,
     ChargeLineRow,
     DirtyHourRow,
     OpenIntentRow,
@@ -47,6 +52,7 @@ DIRTY: Any = DirtyHourRow.__table__
 CURSORS: Any = SpoolCursorRow.__table__
 INTENTS: Any = OpenIntentRow.__table__
 CONFLICTS: Any = UsageConflictRow.__table__
+CLOSED: Any = BillingPeriodRow.__table__
 
 
 class Shipped(Struct, frozen=True):
@@ -222,7 +228,12 @@ async def _apply(
     new = [s for s in candidates if s.request_id in fresh]
     events = [event for s in new for event in s.events]
     lines = [line for s in new for line in s.lines]
-    await _mark_dirty(db, events, now_ns)
+    if events:
+        book_late(events, await closed_months(db), now_ns)
+    booked = {event["event_id"]: event["booked_hour"] for event in events}
+    for line in lines:
+        line["booked_hour"] = booked[line["event_id"]]
+    await mark_dirty(db, {event["booked_hour"] for event in events}, now_ns)
     await _insert(db, EVENTS, events)
     await _insert(db, LINES, lines)
     await _close_intents(db, list(folded.settled))
@@ -295,17 +306,36 @@ def _conflict_row(request_id: str, record: str, now_ns: int) -> Row:
     }
 
 
-async def _mark_dirty(db: AsyncConnection, events: list[Row], now_ns: int) -> None:
+async def closed_months(db: AsyncConnection) -> frozenset[str]:
+    """Months that take no more rows, held so until this transaction ends: whoever closes a month
+    waits for those who are writing, and they for him. SQLite has one writer at a time anyway."""
+    if db.dialect.name == "postgresql":
+        await db.exec_driver_sql("LOCK TABLE billing_period IN SHARE MODE")
+    return frozenset((await db.execute(select(CLOSED.c.month))).scalars())
+
+
+def month_of(moment: datetime) -> str:
+    """The billing month, UTC: `2026-11`."""
+    return f"{moment:%Y-%m}"
+
+
+def book_late(events: list[Row], closed: frozenset[str], now_ns: int) -> None:
+    """Book events of closed months in the hour of their arrival."""
+    for event in events:
+        if month_of(event["booked_hour"]) in closed:
+            event["booked_hour"] = rows.hour_of(rows.at(now_ns))
+
+
+async def mark_dirty(db: AsyncConnection, hours: Collection[datetime], now_ns: int) -> None:
     """Always an update, never "do nothing": it takes the row's lock, so a roll-up that runs now
-    either sees these events or finds the hour dirty again."""
-    hours = sorted({rows.hour_of(event["occurred_at"]) for event in events})
+    either sees these rows or finds the hour dirty again."""
     if hours:
         statement = upsert(db, DIRTY)
         await db.execute(
             statement.on_conflict_do_update(
                 index_elements=["hour"], set_={"marked_at": statement.excluded.marked_at}
             ),
-            [{"hour": hour, "marked_at": rows.at(now_ns)} for hour in hours],
+            [{"hour": hour, "marked_at": rows.at(now_ns)} for hour in sorted(hours)],
         )
 
 

@@ -4,6 +4,10 @@ Money is added exactly and never rounded; only the figures per million tokens ar
 half up to 6 decimals and marked as such by their names. Lines without a price are counted beside
 the cost, never as zero in it. The totals are added up from the hourly sums themselves, so a line
 that grouping lost would show as a difference.
+
+A request counts by its attempt that served it, else by its last one. A request that was refused
+before any backend was asked has no attempt, used nothing and is not counted here; how many there
+were is a matter of the metrics and of `gateway_request`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,12 +28,16 @@ Dimension = Literal[
     "backend",
     "provider",
     "source",
+    "meter",
+    "service-tier",
+    "waste",
     "hour",
     "day",
     "month",
 ]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 TIMES = ("hour", "day", "month")
+METER_DIMENSIONS = ("meter", "service-tier", "waste")  # of the sums by meter only
 _PER_MILLION_SCALE = Decimal("1e-6")
 
 
@@ -57,6 +65,9 @@ class HourlySum(Struct, frozen=True, kw_only=True):
     device_us: int = 0
     amount: Decimal = Decimal(0)
     unpriced_lines: int = 0
+    meter: str = ""  # set in sums by meter only, and then requests are not counted
+    service_tier: str = ""
+    waste: str = ""
 
 
 class Line(Struct, frozen=True, kw_only=True):
@@ -173,6 +184,12 @@ def _value(row: HourlySum, dimension: Dimension, period: Period) -> str:
             return row.provider
         case "source":
             return row.usage_source
+        case "meter":
+            return row.meter
+        case "service-tier":
+            return row.service_tier or "standard"
+        case "waste":
+            return row.waste
         case "hour":
             return period.hour(row.hour)
         case "day":

@@ -83,13 +83,13 @@ def chargeback_csv(report: Chargeback) -> str:
     writer.writerow(["period_start", "period_end", *header])
     start, end = report.period.start.isoformat(), report.period.end.isoformat()
     for field in fields:
-        writer.writerow([start, end, *(_inert(field[name]) for name in header)])
+        writer.writerow([start, end, *(inert(field[name]) for name in header)])
     return out.getvalue()
 
 
 def chargeback_json(report: Chargeback) -> str:
     """The whole report, money as strings."""
-    return _json(
+    return to_json(
         {
             "period": {
                 "start": report.period.start.isoformat(),
@@ -113,7 +113,7 @@ def chargeback_json(report: Chargeback) -> str:
 
 def story_json(story: Story) -> str:
     """The whole story, money as strings."""
-    return _json(story)
+    return to_json(story)
 
 
 def story_text(
@@ -167,7 +167,7 @@ def _rate(value: int | Decimal | None) -> str:
 
 
 _COLUMNS = (
-    _Column("requests", lambda line: line.requests, _count),
+    _Column("requests", lambda line: line.requests, _count, lambda line: line.requests > 0),
     _Column(
         "attempts",
         lambda line: line.attempts,
@@ -273,7 +273,7 @@ def _label(report: Chargeback, dimension: Dimension, value: str) -> str:
         return "(nobody)" if dimension in ("tenant", "key") else "(none)"
     if dimension == "tenant":
         value = report.tenant_names.get(value, value)
-    return _clean(value)
+    return clean(value)
 
 
 def _notes(report: Chargeback, hidden: Sequence[str]) -> Iterable[str]:
@@ -340,7 +340,7 @@ def _flat(report: Chargeback, line: Line) -> dict[str, Any]:
 def _wrapped(texts: Iterable[str], width: int) -> list[str]:
     lines: list[str] = []
     for text in texts:
-        lines += textwrap.wrap(_clean(text), width, initial_indent="  ", subsequent_indent="      ")
+        lines += textwrap.wrap(clean(text), width, initial_indent="  ", subsequent_indent="      ")
     return lines
 
 
@@ -369,8 +369,8 @@ def _facts(story: Story, width: int, color: bool) -> str:
     ]
     if story.client_request_id:
         pairs.append(("client id", story.client_request_id))
-    lines = [f"  {name:<10}{_shortened(_clean(text), width - 12)}" for name, text in pairs]
-    return _section(f"Request {_clean(story.request_id)}", lines, width, color)
+    lines = [f"  {name:<10}{_shortened(clean(text), width - 12)}" for name, text in pairs]
+    return _section(f"Request {clean(story.request_id)}", lines, width, color)
 
 
 def _waterfall(story: Story, width: int, color: bool, ascii_only: bool) -> str:
@@ -381,7 +381,7 @@ def _waterfall(story: Story, width: int, color: bool, ascii_only: bool) -> str:
     )
     lines = [f"  {'':<{names}}{'':<{room}}{'from':>10}{'took':>12}"]
     for phase in story.phases:
-        label = "  " * phase.depth + _clean(phase.name) + (" ~" if phase.is_placed else "")
+        label = "  " * phase.depth + clean(phase.name) + (" ~" if phase.is_placed else "")
         bar = _bar(phase, whole, room, ascii_only)
         lines.append(
             f"  {set_cell_size(_shortened(label, names - 1), names)}{bar}"
@@ -421,7 +421,7 @@ def _tokens(attempt: AttemptStory, width: int, color: bool) -> str:
         f"{attempt.counted_by}"
     )
     title = f"Attempt {attempt.attempt_no} at {attempt.backend}: what it took"
-    return _section(_clean(title), lines, width, color)
+    return _section(clean(title), lines, width, color)
 
 
 def _cost(story: Story, width: int, color: bool) -> str:
@@ -462,9 +462,9 @@ def _cost_table(
     for place, (number, charge) in enumerate(charges):
         quantity_unit, price_unit = _units(charge)
         prefix = f"{number}. " if len(story.attempts) > 1 else ""
-        price_id = _clean(charge.price_id or "no price is known")
+        price_id = clean(charge.price_id or "no price is known")
         row = [
-            f"  {prefix}{_clean(charge.meter)}",
+            f"  {prefix}{clean(charge.meter)}",
             f"{charge.quantity:,}{quantity_unit}",
             f"{prices[place]}{price_unit}",
             "unpriced" if charge.amount is None else f"{amounts[place]} {charge.currency}",
@@ -531,7 +531,7 @@ def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Text that cannot steer a terminal: every unprintable character becomes a mark."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
 
@@ -540,7 +540,7 @@ def _shortened(text: str, cells: int) -> str:
     return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"
 
 
-def _inert(value: Any) -> Any:
+def inert(value: Any) -> Any:
     """A CSV field that no spreadsheet runs as a formula (OWASP, CSV injection)."""
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
@@ -563,7 +563,7 @@ def _text(table: Table, *, width: int, color: bool) -> str:
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-def _json(value: Any) -> str:
+def to_json(value: Any) -> str:
     plain_values = _without_decimals(msgspec.to_builtins(value, builtin_types=(Decimal,)))
     return msgspec.json.format(msgspec.json.encode(plain_values), indent=2).decode() + "\n"
 

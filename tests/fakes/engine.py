@@ -21,6 +21,7 @@ Choose = Callable[[Row], TokenChoice | Exception]
 
 def facts(kv_blocks: int) -> ModelFacts:
     return ModelFacts(
+        identity="fake",
         body_params=1000, head_params=100, weight_bytes=4, layers=2, heads=4, head_dim=8,
         vocab=262, kv_token_bytes=512, kv_blocks=kv_blocks,
     )  # fmt: skip
@@ -32,7 +33,11 @@ class FakeRunner:
     def __init__(self, choose: Choose, *, kv_blocks: int = 8) -> None:
         self.facts = facts(kv_blocks)
         self.steps: list[list[tuple[int, int, int]]] = []
+        self.copies: list[tuple[int, int]] = []
         self._choose = choose
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        self.copies += pairs
 
     def run(self, rows: SequenceOf[Row]) -> StepResult:
         self.steps.append([(row.sequence.job.job_id, row.start, row.count) for row in rows])
@@ -48,6 +53,7 @@ def sequence(
     priority: int = 0,
     sampling: Sampling | None = None,
     seed: int = 0,
+    root: bytes | None = None,
 ) -> Sequence:
     """A job with one choice, as the engine would make it."""
     request = JobRequest(
@@ -59,7 +65,7 @@ def sequence(
     job = Job(number, request, 0)
     choice = Sequence(
         job, 0, prompt, arrival=number, max_tokens=max_tokens, seed=seed,
-        decoder=words.decoder(), stops=StopMatcher(()),
+        decoder=words.decoder(), stops=StopMatcher(()), root=root,
     )  # fmt: skip
     job.sequences.append(choice)
     return choice

@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from telemetry import metrics as m
+from telemetry.pricing import Meter
 from telemetry.record import FAILURES, DeviceTime, Outcome, RequestRecord
 from telemetry.usage import BUCKETS, Usage, UsageQuality
 from tests.fakes import records
@@ -111,6 +112,13 @@ def test_meters_belong_to_components(meter: str, expected: str) -> None:
     """A priced line is counted under the component that its meter names."""
     assert m.component(meter) == expected
     assert expected in m.COMPONENT.values
+
+
+def test_every_meter_has_a_component_and_no_other_name_has_one() -> None:
+    """The names are copied, because metrics must not import prices: they must stay equal."""
+    unclassed = {Meter.REQUESTS, Meter.GPU_TIME, Meter.UNMETERED}
+    assert {meter for meter in Meter if m.component(meter) == m.OTHER} == unclassed
+    assert set(m._COMPONENTS) == {meter.value for meter in Meter} - unclassed
 
 
 def test_instruments_are_made_as_declared() -> None:

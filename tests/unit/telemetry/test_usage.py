@@ -17,7 +17,6 @@ from telemetry.usage import (
     OpenAIReport,
     Usage,
     UsageQuality,
-    estimate,
     from_anthropic,
     from_engine,
     from_openai,
@@ -360,29 +359,3 @@ def test_anthropic_buckets_survive_the_round_trip(usage: Usage) -> None:
         )
     )
     assert found == Normalised(usage=usage)
-
-
-@pytest.mark.parametrize(
-    ("facts", "limit", "usage"),
-    [
-        pytest.param((401, 10, 30), None, Usage(in_uncached_text=101, out_text=10), id="chunks"),
-        pytest.param((400, 1, 400), None, Usage(in_uncached_text=100, out_text=100), id="bundled"),
-        pytest.param((400, 50, 200), 16, Usage(in_uncached_text=100, out_text=16), id="limited"),
-        pytest.param((400, 9, 3), None, Usage(in_uncached_text=100, out_text=3), id="empty-chunks"),
-        pytest.param((400, 0, 0), None, Usage(in_uncached_text=100), id="nothing-sent"),
-    ],
-)
-def test_missing_usage_is_estimated_within_bounds(
-    facts: tuple[int, int, int], limit: int | None, usage: Usage
-) -> None:
-    """One token a chunk or four bytes a token, whichever is more, within bytes and limit."""
-    assert estimate(*facts, output_limit=limit) == usage
-
-
-@given(counts, counts, counts, st.none() | counts)
-def test_an_estimate_is_bounded(body: int, chunks: int, content: int, limit: int | None) -> None:
-    """Never more tokens than bytes, never more than the client allowed, never negative."""
-    usage = estimate(body, chunks, content, output_limit=limit)
-    assert 0 <= usage.output_tokens <= content
-    assert 0 <= usage.input_tokens <= body
-    assert limit is None or usage.output_tokens <= limit

@@ -28,7 +28,7 @@ cost_models = st.builds(
 )  # fmt: skip
 works = st.builds(
     lambda tokens, before, rows: Work(tokens, before + tokens, rows),
-    st.integers(1, 500), st.integers(0, 4000), st.integers(0, 1),
+    st.integers(1, 500), st.integers(0, 4000), st.integers(0, 6),
 )  # fmt: skip
 phases = st.sampled_from(list[WallPhase](["load", "warmup", "prefill", "decode", "mixed", "idle"]))
 
@@ -51,20 +51,31 @@ def test_the_phases_sum_to_the_wall_exactly(marks: list[tuple[WallPhase, int]]) 
 @given(
     step_us=st.integers(0, 10**8),
     model=cost_models,
-    rows=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=8),
+    rows=st.lists(
+        st.tuples(st.integers(1, 90), st.integers(0, 90), st.integers(0, 4)),
+        min_size=1,
+        max_size=8,
+    ),
 )
 def test_the_parts_of_a_step_sum_to_it(
-    words: Tokenizer, step_us: int, model: CostModel, rows: list[tuple[int, int]]
+    words: Tokenizer, step_us: int, model: CostModel, rows: list[tuple[int, int, int]]
 ) -> None:
-    """Over all sequences and phases the charges are the step's microseconds, to the last one."""
-    made = []
-    for number, (count, start) in enumerate(rows):
+    """Over all sequences and phases the charges are the step's microseconds, to the last one; only
+    drafts that did not come true cost something under their own name."""
+    made, rejected = [], []
+    for number, (count, start, drafts) in enumerate(rows):
         choice = sequence(words, [5] * 100, number=number)
         choice.high_water = number * 20
-        made.append(Row(choice, start, min(count, 100 - start)))
-    charges = charge(step_us, made, model)
+        if drafts:
+            made.append(Row(choice, 99, 1 + drafts, (7,) * drafts))
+        else:
+            made.append(Row(choice, start, min(count, 100 - start)))
+        rejected.append(count % (drafts + 1))
+    charges = charge(step_us, made, model, rejected)
     assert sum(part for parts in charges for part in parts.values()) == step_us
     assert all(part >= 0 for parts in charges for part in parts.values())
+    for parts, wrong in zip(charges, rejected, strict=True):
+        assert wrong or "spec_rejected" not in parts
 
 
 @given(model=cost_models, work=st.lists(works, min_size=1, max_size=6))

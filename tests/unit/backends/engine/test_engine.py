@@ -36,11 +36,16 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @asynccontextmanager
 async def running(
-    words: Tokenizer, runner: Runner, *, emit: Emit = discard, max_jobs: int = 64
+    words: Tokenizer,
+    runner: Runner,
+    *,
+    emit: Emit = discard,
+    max_jobs: int = 64,
+    max_drafts: int = 0,
 ) -> AsyncIterator[Engine]:
     engine = Engine(
         load=lambda: runner, tokenizer=words, clock=SystemClock(), emit=emit,
-        max_batch_size=4, max_batch_tokens=64, max_jobs=max_jobs,
+        max_batch_size=4, max_batch_tokens=64, max_jobs=max_jobs, max_drafts=max_drafts,
     )  # fmt: skip
     engine.start()
     await engine.loaded()
@@ -101,6 +106,24 @@ async def test_charges_of_all_jobs_are_the_time_of_all_steps(words: Tokenizer) -
         assert charged == phases["prefill"] + phases["decode"] + phases["mixed"]
         assert charged == sum(engine.stats.charged_us.values())
     assert sum(engine.step_clock.by_phase_us.values()) == engine.step_clock.wall_us
+
+
+async def test_a_prompt_is_found_again_by_its_tenant_only(words: Tokenizer) -> None:
+    """The same prompt of the same tenant reports cached tokens and costs no second prefill; of
+    another tenant, none. What was looked up is counted once per prompt, choices or not."""
+    prompt = tuple(range(5, 205))
+    runner = FakeRunner(spell(words, "ok"), kv_blocks=16)
+    async with running(words, runner) as engine:
+        cached = []
+        for salt in ("ada", "ada", "bob"):
+            asked = request(words, prompts=(prompt,), cache_salt=salt, n=2)
+            done = (await outputs(engine.submit(asked)))[-1]
+            assert isinstance(done, Done)
+            assert done.usage.prompt_tokens == 200
+            cached.append(done.usage.cached_tokens)
+        assert cached == [0, 192, 0]
+        assert (engine.stats.prefix_queried, engine.stats.prefix_hit) == (600, 192)
+    assert len(runner.copies) == 3
 
 
 async def test_a_stop_string_cuts_and_ends(words: Tokenizer) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.engine.kv import BlockPool, blocks_for
-from backends.engine.scheduler import Plan, Scheduler
+from backends.engine.scheduler import AGE_STEPS, Plan, Scheduler
 from backends.engine.tokenizer import Tokenizer
-from backends.engine.types import Row
+from backends.engine.types import Row, Sequence
 from tests.fakes.engine import sequence
 
 
@@ -17,12 +17,87 @@ def compute(scheduler: Scheduler, plan: Plan) -> None:
     """Play the engine: every row is computed, whoever is due gets a token or ends."""
     for row in plan.rows:
         chosen = row.sequence
-        chosen.n_computed = row.context
-        chosen.high_water = max(chosen.high_water, row.context)
+        scheduler.computed(chosen, row.context)
         if row.needs_token:
             chosen.append(5)
             if chosen.n_output == chosen.max_tokens:
                 scheduler.remove(chosen)
+
+
+def writes(plan: Plan) -> list[tuple[Sequence, int]]:
+    """Positions that the plan's rows write."""
+    return [(row.sequence, at) for row in plan.rows for at in range(row.start, row.context)]
+
+
+def run_alone(scheduler: Scheduler, chosen: Sequence) -> list[tuple[int, int, int]]:
+    """To its end; the first step's rows."""
+    scheduler.add(chosen)
+    plan = first = scheduler.plan()
+    while plan.rows:
+        compute(scheduler, plan)
+        plan = scheduler.plan()
+    return shape(first.rows)
+
+
+def test_a_known_beginning_is_not_computed_again(words: Tokenizer) -> None:
+    """The second request with the same 200 tokens begins after its three full blocks; another
+    tenant's begins at 0; one whose whole prompt is known still computes its last token."""
+    scheduler = Scheduler(BlockPool(16), max_batch_size=4, max_batch_tokens=512)
+    prompt = list(range(5, 205))
+    assert run_alone(scheduler, sequence(words, prompt, number=1, root=b"ada")) == [(1, 0, 200)]
+    again = sequence(words, prompt, number=2, root=b"ada")
+    assert run_alone(scheduler, again) == [(2, 192, 8)]
+    assert again.cached_tokens == 192
+    assert run_alone(scheduler, sequence(words, prompt, number=3, root=b"bob")) == [(3, 0, 200)]
+    whole = sequence(words, prompt[:192], number=4, root=b"ada")
+    assert run_alone(scheduler, whole) == [(4, 128, 64)]
+    assert scheduler.pool.used == 0
+
+
+def test_a_block_is_found_only_after_its_step(words: Tokenizer) -> None:
+    """Two equal prompts that join in one step are both computed: neither is written yet."""
+    scheduler = Scheduler(BlockPool(16), max_batch_size=4, max_batch_tokens=512)
+    for number in (1, 2):
+        scheduler.add(sequence(words, [5] * 130, number=number, root=b"ada"))
+    assert shape(scheduler.plan().rows) == [(1, 0, 130), (2, 0, 130)]
+
+
+def test_a_cancelled_prompt_leaves_its_blocks(words: Tokenizer) -> None:
+    """What was computed before a cancel is found by the next request; what went wrong is not."""
+    scheduler = Scheduler(BlockPool(16), max_batch_size=4, max_batch_tokens=128)
+    for number, start in [(1, 0), (2, 128)]:
+        chosen = sequence(words, [5] * 300, number=number, root=b"ada")
+        scheduler.add(chosen)
+        plan = scheduler.plan()
+        assert shape(plan.rows) == [(number, start, 128)]
+        compute(scheduler, plan)
+        if number == 2:
+            scheduler.distrust(chosen)
+        scheduler.remove(chosen)
+    assert run_alone(scheduler, sequence(words, [5] * 300, number=3, root=b"ada")) == [(3, 0, 128)]
+
+
+def test_choices_of_a_prompt_fork_it(words: Tokenizer) -> None:
+    """The second choice waits for the prompt, shares its full block, copies the partial one and
+    computes one token; both write into blocks of their own."""
+    scheduler = Scheduler(BlockPool(16), max_batch_size=4, max_batch_tokens=512)
+    first = sequence(words, [5] * 100, number=1, max_tokens=90)
+    second = sequence(words, [5] * 100, number=2, max_tokens=90)
+    second.leader = first
+    scheduler.add(first)
+    scheduler.add(second)
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 0, 100)]
+    compute(scheduler, plan)
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 100, 1), (2, 99, 1)]
+    assert plan.copies == [(first.blocks[1], second.blocks[1])]
+    assert first.blocks[0] == second.blocks[0]
+    assert scheduler.pool.references(first.blocks[0]) == 2
+    while plan.rows:
+        compute(scheduler, plan)
+        plan = scheduler.plan()
+    assert (first.n_output, second.n_output, scheduler.pool.used) == (90, 90, 0)
 
 
 def shape(rows: list[Row]) -> list[tuple[int, int, int]]:
@@ -82,6 +157,33 @@ def test_lower_priority_numbers_go_first(words: Tokenizer) -> None:
     assert order == [2, 3, 1]
 
 
+def test_who_waits_long_rises(words: Tokenizer) -> None:
+    """One of a low priority is overtaken by later ones of a high priority, but not for ever."""
+    scheduler = Scheduler(BlockPool(8), max_batch_size=1, max_batch_tokens=512)
+    low = sequence(words, [5], number=0, priority=2, max_tokens=1)
+    scheduler.add(low)
+    number = 0
+    while low.n_output == 0:
+        number += 1
+        assert number < 4 * AGE_STEPS
+        scheduler.add(sequence(words, [5], number=number, priority=0, max_tokens=1))
+        compute(scheduler, scheduler.plan())
+    assert number > 2 * AGE_STEPS
+
+
+def test_a_prompt_takes_what_the_step_target_leaves(words: Tokenizer) -> None:
+    """Beside decodes a prompt's chunk is what the cost model allows, and one block at least."""
+    for room, count in [(200, 200), (3, 64)]:
+        scheduler = Scheduler(
+            BlockPool(64), max_batch_size=4, max_batch_tokens=512,
+            prompt_room=lambda decodes, room=room: room,
+        )  # fmt: skip
+        scheduler.add(sequence(words, [5] * 10, number=1, max_tokens=9))
+        compute(scheduler, scheduler.plan())
+        scheduler.add(sequence(words, [5] * 400, number=2, max_tokens=9))
+        assert shape(scheduler.plan().rows) == [(1, 10, 1), (2, 0, count)]
+
+
 def test_the_last_one_gives_way_when_blocks_run_out(words: Tokenizer) -> None:
     """A full pool takes the later sequence's blocks; it computes its text again and both end."""
     scheduler = Scheduler(BlockPool(4), max_batch_size=4, max_batch_tokens=512)
@@ -126,6 +228,7 @@ def test_everybody_ends_whatever_happens(
         prompt = rng.randrange(1, room - 1)
         choice = sequence(
             words, [5] * prompt, number=number, priority=rng.randrange(3),
+            root=rng.choice([None, b"ada", b"bob"]),
             max_tokens=rng.randrange(1, min(room - prompt, 120) + 1),
         )  # fmt: skip
         alive.append(choice)
@@ -134,6 +237,7 @@ def test_everybody_ends_whatever_happens(
         while pending and rng.random() < 0.3:
             scheduler.add(pending.pop())
         if rng.random() < 0.02:
+            pool.check()
             victim = rng.choice(alive)
             if victim not in pending:
                 scheduler.remove(victim)
@@ -149,7 +253,9 @@ def test_everybody_ends_whatever_happens(
         assert len(scheduler.running) <= batch
         assert all(len(r.sequence.blocks) >= blocks_for(r.context) for r in plan.rows)
         held = [block for s in scheduler.running for block in s.blocks]
-        assert len(held) == len(set(held)) == pool.used
+        assert len(set(held)) == pool.used
+        written = [s.blocks[i // 64] for s, i in writes(plan)]
+        assert all(pool.references(block) == 1 for block in written)
         compute(scheduler, plan)
     pool.check()
     assert pool.used == 0
