@@ -80,6 +80,14 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
         .with_panel(
+            lines(
+                "Refused before anyone was identified",
+                m.UNAUTHENTICATED.help,
+                (rate(m.UNAUTHENTICATED, by=["reason"]), "{{reason}}"),
+                is_stacked=True,
+            )
+        )
+        .with_panel(
             number(
                 "Replicas without the shared counters",
                 m.LIMITS_DEGRADED.help,
@@ -95,14 +103,6 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 m.BUDGET_OVERRUNS.help,
                 increase(m.BUDGET_OVERRUNS, window="24h"),
                 is_bad_from=1,
-            )
-        )
-        .with_panel(
-            lines(
-                "Refused before anyone was identified",
-                m.UNAUTHENTICATED.help,
-                (rate(m.UNAUTHENTICATED, by=["reason"]), "{{reason}}"),
-                is_stacked=True,
             )
         )
     )
