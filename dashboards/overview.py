@@ -80,6 +80,14 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
         .with_panel(
+            lines(
+                "Refused before anyone was identified",
+                m.UNAUTHENTICATED.help,
+                (rate(m.UNAUTHENTICATED, by=["reason"]), "{{reason}}"),
+                is_stacked=True,
+            )
+        )
+        .with_panel(
             number(
                 "Replicas without the shared counters",
                 m.LIMITS_DEGRADED.help,
@@ -99,14 +107,6 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 increase(m.BUDGET_OVERRUNS, window="24h"),
                 width=6,
                 is_bad_from=1,
-            )
-        )
-        .with_panel(
-            lines(
-                "Refused before anyone was identified",
-                m.UNAUTHENTICATED.help,
-                (rate(m.UNAUTHENTICATED, by=["reason"]), "{{reason}}"),
-                is_stacked=True,
             )
         )
     )
