@@ -122,4 +122,18 @@ def _memory(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 (rate(m.ENGINE_PREEMPTIONS, by=["model"]), "{{model}}"),
             )
         )
+        .with_panel(
+            number(
+                "Prompt tokens from the prefix cache",
+                m.ENGINE_PREFIX_HITS.help,
+                ratio(rate(m.ENGINE_PREFIX_HITS), rate(m.ENGINE_PREFIX_QUERIES)),
+            )
+        )
+        .with_panel(
+            number(
+                "Guessed tokens that held",
+                m.ENGINE_SPEC_ACCEPTED.help,
+                ratio(rate(m.ENGINE_SPEC_ACCEPTED), rate(m.ENGINE_SPEC_DRAFTED)),
+            )
+        )
     )

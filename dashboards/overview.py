@@ -80,29 +80,33 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
         .with_panel(
-            number(
-                "Replicas without the shared counters",
-                m.LIMITS_DEGRADED.help,
-                gauge(m.LIMITS_DEGRADED),
-                is_bad_from=1,
-            )
-        )
-        .with_panel(number("Admitted by slices", m.SLICE_ADMITTED.help, rate(m.SLICE_ADMITTED)))
-        .with_panel(number("Open holds", m.LIMIT_HOLDS.help, gauge(m.LIMIT_HOLDS)))
-        .with_panel(
-            number(
-                "Soft budgets overrun, 24 h",
-                m.BUDGET_OVERRUNS.help,
-                increase(m.BUDGET_OVERRUNS, window="24h"),
-                is_bad_from=1,
-            )
-        )
-        .with_panel(
             lines(
                 "Refused before anyone was identified",
                 m.UNAUTHENTICATED.help,
                 (rate(m.UNAUTHENTICATED, by=["reason"]), "{{reason}}"),
                 is_stacked=True,
+            )
+        )
+        .with_panel(
+            number(
+                "Replicas without the shared counters",
+                m.LIMITS_DEGRADED.help,
+                gauge(m.LIMITS_DEGRADED),
+                width=6,
+                is_bad_from=1,
+            )
+        )
+        .with_panel(
+            number("Admitted by slices", m.SLICE_ADMITTED.help, rate(m.SLICE_ADMITTED), width=6)
+        )
+        .with_panel(number("Open holds", m.LIMIT_HOLDS.help, gauge(m.LIMIT_HOLDS), width=6))
+        .with_panel(
+            number(
+                "Soft budgets overrun, 24 h",
+                m.BUDGET_OVERRUNS.help,
+                increase(m.BUDGET_OVERRUNS, window="24h"),
+                width=6,
+                is_bad_from=1,
             )
         )
     )
@@ -197,6 +201,26 @@ def _backends(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Attempts per request",
                 "1 is no retry at all. Hedges, retries and fallbacks add to it.",
                 (tries, "attempts"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Backends left alone",
+                m.CIRCUIT_STATE.help,
+                (
+                    gauge(m.CIRCUIT_STATE, by=["backend", "fault"], how="max"),
+                    "{{backend}} {{fault}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Circuits that opened",
+                m.CIRCUIT_OPENED.help,
+                (
+                    increase(m.CIRCUIT_OPENED, by=["backend", "fault"], window="5m"),
+                    "{{backend}} {{fault}}",
+                ),
             )
         )
         .with_panel(

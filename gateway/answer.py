@@ -111,6 +111,7 @@ class Answer:
         if not self._complete:
             if isinstance(error, BackendError):
                 fail(attempt, error, self.record.now_ns())
+                self._live.failed(error)
             else:
                 attempt.outcome, attempt.error_code = outcome, code
         self.record.close(outcome=outcome, status=status, error_code=code)

@@ -38,6 +38,7 @@ from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
 from gateway.errors import GatewayError
+from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.limits import Limits, MemoryStore, RedisStore, Slices
@@ -210,6 +211,7 @@ async def _build(
     stack.push_async_callback(_last_flush, worker)
     await stack.enter_async_context(_running(worker.run))
 
+    health = Health(clock, config.health, on_change=functools.partial(_circuit_changed, metrics))
     runtimes = RuntimeHolder(
         config,
         engines=engines,
@@ -217,6 +219,7 @@ async def _build(
         environment=environment,
         salt_key=ring.digest("cache-salt"),
         clock=clock,
+        health=health,
     )
     stack.push_async_callback(runtimes.aclose)
     limits = await _open_limits(
@@ -444,6 +447,13 @@ def _watch(
         for target in route.targets
         if (upstream := gateway.runtimes.current.upstreams.get(target.backend))
     )
+
+
+def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State) -> None:
+    metrics.set(metric.CIRCUIT_STATE, state, backend=backend, fault=fault)
+    if state is State.OPEN:
+        metrics.add(metric.CIRCUIT_OPENED, backend=backend, fault=fault)
+        log.warning("circuit_opened", extra={"backend": backend, "fault": fault})
 
 
 def _watch_limits(metrics: Metrics, limits: Limits) -> None:

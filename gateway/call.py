@@ -18,6 +18,9 @@ _DECODERS: dict[Surface, msgspec.json.Decoder[ChatBody] | msgspec.json.Decoder[C
 }
 _VALIDATION = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
 
+_JSON_SCHEMA = b'"json_schema"'
+_NOTHING: frozenset[str] = frozenset()
+
 # A token of English text is about four bytes. Only a first estimate: settled with the truth.
 BYTES_PER_TOKEN = 4
 
@@ -48,6 +51,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     choices: int
     output_limit: int | None  # tokens, all choices together, if the client set a limit
     input_estimate: int  # tokens
+    needs: frozenset[str] = frozenset()  # what not every model can do (`gateway.config.Need`)
     text_bytes: int = 0  # of the body, media left out
     images: int = 0  # and other media parts
     user: str | None = None  # the end user, as the client names them
@@ -102,10 +106,25 @@ class Call(Struct, frozen=True, kw_only=True):
             choices=choices,
             output_limit=None if limit is None else limit * choices,
             input_estimate=len(self.body) // BYTES_PER_TOKEN,
+            needs=_needs(view),
             text_bytes=len(self.body) - media_bytes,
             images=images,
             user=view.safety_identifier or view.user,
         )
+
+
+def _needs(view: ChatBody | CompletionBody) -> frozenset[str]:
+    needs = []
+    if (view.n or 1) > 1:
+        needs.append("n")
+    if view.logprobs:
+        needs.append("logprobs")
+    if isinstance(view, ChatBody):
+        if view.tools:
+            needs.append("tools")
+        if view.response_format and bytes(view.response_format.get("type", b"")) == _JSON_SCHEMA:
+            needs.append("json_schema")
+    return frozenset(needs) if needs else _NOTHING
 
 
 def _media(view: ChatBody) -> tuple[int, int]:

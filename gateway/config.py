@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -56,6 +56,10 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest life of a request, seconds, all attempts included.")
     ] = 600.0
+    ping_s: Annotated[
+        float,
+        Meta(ge=0, description="Silent seconds in a stream until a comment is sent; 0: never."),
+    ] = 15.0
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds that running streams get to finish at shutdown.")
     ] = 30.0
@@ -87,6 +91,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None
 
 
+Need = Literal["tools", "json_schema", "logprobs", "n"]
+
+
 class TargetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One place where a route's requests can go."""
 
@@ -97,6 +104,10 @@ class TargetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: Annotated[
         int, Meta(ge=0, le=1_000_000, description="Share of first attempts; 0: only a fallback.")
     ] = 1
+    lacks: Annotated[
+        tuple[Need, ...],
+        Meta(description="What this model cannot do there: such requests do not go to it."),
+    ] = ()
 
 
 class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +115,34 @@ class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     model: Annotated[str, Meta(min_length=1, max_length=256, description="Model clients name.")]
     targets: Annotated[tuple[TargetSettings, ...], Meta(min_length=1, description="At least one.")]
+    attempts: Annotated[
+        Annotated[int, Meta(ge=1, le=10)] | None,
+        Meta(
+            description="Tries per request at most, all targets together. More than there are "
+            "targets: those that may have recovered are asked again, after a pause. Absent: each "
+            "target once."
+        ),
+    ] = None
+
+
+class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a failing backend is left alone, and for how long."""
+
+    failures: Annotated[
+        int, Meta(ge=1, description="Failures in a row after which a backend is left alone.")
+    ] = 5
+    open_s: Annotated[
+        float, Meta(gt=0, description="Seconds until one request tries it again.")
+    ] = 1.0
+    open_max_s: Annotated[
+        float, Meta(gt=0, description="Each failed try doubles the seconds, up to these.")
+    ] = 15.0
+    credential_s: Annotated[
+        float, Meta(gt=0, description="Seconds that a refused credential is not used.")
+    ] = 30.0
+    limit_s: Annotated[
+        float, Meta(gt=0, description="Seconds after a 429 that does not say when to come again.")
+    ] = 1.0
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,6 +153,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backends: tuple[BackendSettings, ...] = ()
     engines: tuple[EngineSettings, ...] = ()
     routes: tuple[RouteSettings, ...] = ()
+    health: HealthSettings = HealthSettings()
     limits: LimitSettings = LimitSettings()
     budgets: BudgetSettings = BudgetSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

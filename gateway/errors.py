@@ -199,6 +199,13 @@ class UpstreamError(GatewayError):
     retryable = True
 
 
+class CircuitOpen(UpstreamError):
+    """Every backend of the route is left alone for now; `retry_after_s` says how long."""
+
+    status = 503
+    code = "upstream_circuit_open"
+
+
 class UpstreamTimeout(UpstreamError):
     status = 504
     type = "timeout"

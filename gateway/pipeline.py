@@ -2,6 +2,7 @@
 only this file knows their order."""
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 from backends.base import ChatRequest, Timeouts
@@ -9,10 +10,10 @@ from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
 from gateway.dispatch import first_success
-from gateway.errors import Draining, LedgerUnavailable, Unauthenticated
+from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
 from gateway.limits import Limits
 from gateway.refusals import Refusals
-from gateway.routing import Target, plan
+from gateway.routing import Route, Target, capable, plan
 from gateway.runtime import Runtime, RuntimeHolder
 from gateway.stopping import ask_to_stop
 from telemetry import trace_context
@@ -45,6 +46,7 @@ class Gateway:
 
         Returns when the first content exists; raises a GatewayError before that."""
         runtime = self.runtimes.current  # one snapshot for the whole request
+        health = self.runtimes.health
         record = self.ledger.open(
             request_id=call.request_id,
             surface=call.surface,
@@ -60,18 +62,22 @@ class Gateway:
             with record.stage("route"):
                 asked = call.parse()
                 self._asked(record, asked)
-                attempts = plan(runtime.route(asked.model, caller), self._dice.random())
+                route = runtime.route(asked.model, caller)
+                targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
-                await self.limits.admit(call, caller, asked, attempts)
+                await self.limits.admit(call, caller, asked, targets)
                 self._intend(record)  # in the log before anything is spent
             call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             live = await first_success(
-                attempts,
+                targets,
                 runtime.upstreams,
                 lambda target, attempt, timeouts: _request(
                     call, asked, record, runtime, target, attempt, timeouts
                 ),
                 record,
+                health,
+                attempts=route.attempts,
+                dice=self._dice.random,
             )
         return Answer(call, asked, live, record)
 
@@ -105,6 +111,20 @@ class Gateway:
         record.data.stream = asked.stream
         record.data.input_estimate = asked.input_estimate
         record.data.output_limit = asked.output_limit
+
+
+def _capable(route: Route, asked: Asked) -> Sequence[Target]:
+    """The targets that can do what is asked. Raises BadRequest if none can."""
+    targets = capable(route.targets, asked.needs)
+    if not targets:
+        need = min(asked.needs)
+        raise BadRequest(
+            f"No backend of the model '{route.model}' supports all that this request needs: "
+            f"{', '.join(sorted(asked.needs))}.",
+            param="response_format" if need == "json_schema" else need,
+            code="unsupported_parameter",
+        )
+    return targets
 
 
 def _request(

@@ -1,6 +1,6 @@
-"""Decide where a call may go. Pure: the same route and the same dice give the same plan."""
+"""Decide where a call may go. Pure: the same route, dice and health give the same plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 
 from msgspec import Struct
 
@@ -11,6 +11,7 @@ class Target(Struct, frozen=True):
     backend: str
     model: str
     weight: int
+    lacks: frozenset[str] = frozenset()  # what it cannot do
 
 
 class Route(Struct, frozen=True):
@@ -18,19 +19,35 @@ class Route(Struct, frozen=True):
 
     model: str
     targets: tuple[Target, ...]
+    attempts: int | None = None  # None: each target once
 
 
-def plan(route: Route, dice: float) -> Sequence[Target]:
-    """The targets in the order of trying: the first by weight, the others as written.
+def _always(_: Target) -> bool:
+    return True
 
-    `dice` is uniform in [0, 1). A target of weight 0 is never first."""
-    targets = route.targets
+
+def capable(targets: Sequence[Target], needs: Set[str]) -> Sequence[Target]:
+    """Those that lack nothing of what a request needs."""
+    if not needs:
+        return targets
+    return tuple(target for target in targets if not needs & target.lacks)
+
+
+def plan(
+    targets: Sequence[Target], dice: float, is_usable: Callable[[Target], bool] = _always
+) -> Sequence[Target]:
+    """The targets in the order of trying: the first by weight, the others as written, and those
+    that are not usable now behind all others, for whoever asks why nothing was tried.
+
+    `dice` is uniform in [0, 1). A target of weight 0 is never first while another is usable."""
     if len(targets) == 1:
         return targets
-    total = sum(target.weight for target in targets)
-    rest = dice * total
-    for target in targets:
-        rest -= target.weight
-        if rest < 0:
-            return (target, *(other for other in targets if other is not target))
-    return targets
+    usable = [target for target in targets if is_usable(target)]
+    rest = [target for target in targets if target not in usable]
+    total = sum(target.weight for target in usable)
+    point = dice * total
+    for target in usable:
+        point -= target.weight
+        if point < 0:
+            return (target, *(other for other in usable if other is not target), *rest)
+    return (*usable, *rest)

@@ -18,6 +18,7 @@ from gateway.auth import Caller
 from gateway.config import COLD, Config, ConfigInvalid, load, resolve
 from gateway.dispatch import Upstream
 from gateway.errors import ModelUnknown
+from gateway.health import Health
 from gateway.routing import Route, Target
 from telemetry.clock import Clock
 
@@ -67,9 +68,15 @@ def routes_of(config: Config) -> dict[str, Route]:
         route.model: Route(
             route.model,
             tuple(
-                Target(target.backend, target.model or route.model, target.weight)
+                Target(
+                    target.backend,
+                    target.model or route.model,
+                    target.weight,
+                    frozenset(target.lacks),
+                )
                 for target in route.targets
             ),
+            route.attempts,
         )
         for route in config.routes
     }
@@ -87,7 +94,9 @@ class RuntimeHolder:
         environment: Mapping[str, str],
         salt_key: bytes,
         clock: Clock,
+        health: Health | None = None,
     ) -> None:
+        self.health = health or Health(clock, config.health)
         self._clock = clock
         self._engines = engines
         self._build = build
@@ -129,6 +138,10 @@ class RuntimeHolder:
             for name, (settings, _, backend) in built.items()
         }
         upstreams |= {name: Upstream(engine, Timeouts()) for name, engine in self._engines.items()}
+        for name in self._built:
+            if name not in built or built[name] is not self._built[name]:
+                self.health.forget(name)
+        self.health.settings = config.health
         self._built = built
         for backend in dropped:
             self._retire(backend, config.server.request_timeout_s)

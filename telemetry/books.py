@@ -303,12 +303,14 @@ async def _add(
 ) -> Published:
     digest = _sha256(entries)
     for _ in range(3):
+        # Read first: whoever publishes between the two reads is seen by the second one, and
+        # whoever publishes after it takes this number, so that the insert below fails.
+        number = 1 + await _last_version(db, name)
         newest = await _newest(db, name)
         if newest is not None and newest.sha256 == digest:
             return Published(label=f"{name}@{newest.version}", is_new=False)
         if status == DRAFT and (same := await _draft_of(db, name, digest)) is not None:
             return Published(label=same, is_new=False)
-        number = 1 + await _last_version(db, name)
         try:
             async with db.begin() as connection:
                 await connection.execute(

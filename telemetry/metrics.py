@@ -105,6 +105,8 @@ ROUTE = Label("route", values=("chat", "completions"))
 STREAM = Label("stream", values=("true", "false"))
 OUTCOME = Label("outcome", values=tuple(Outcome))
 COUNTS_AGAINST_SLO = Label("counts_against_slo", values=("true", "false"))
+BACKEND = Label("backend", cap=50)
+FAULT = Label("fault", values=("endpoint", "credential", "limit"))
 REASON = Label("reason", values=("primary", "retry", "fallback", "hedge"))
 TOKEN_TYPE = Label("token_type", values=BUCKETS)
 USAGE_SOURCE = Label("usage_source", values=tuple(UsageSource))
@@ -269,6 +271,20 @@ ATTEMPTS = _counter(
     "attempts",
     "Tries at a backend, by why they were made and how they ended.",
     *(PROVIDER, MODEL, REASON, OUTCOME),
+)
+CIRCUIT_STATE = _gauge(
+    "meterline_circuit_state",
+    "state",
+    "Whether a backend may be asked: 0 closed, 1 half open (one request tries it), 2 open. fault: "
+    "endpoint (failures, timeouts), credential (ours is refused), limit (one of its models is at "
+    "its rate limit).",
+    *(BACKEND, FAULT),
+)
+CIRCUIT_OPENED = _counter(
+    "meterline_circuit_opened_total",
+    "times",
+    "Times that a circuit opened.",
+    *(BACKEND, FAULT),
 )
 STREAM_DISCONNECTS = _counter(
     "meterline_stream_disconnects_total",
@@ -457,6 +473,7 @@ PRICE_BOOK_INFO = _info(
 GATEWAY: tuple[Metric, ...] = (
     *(REQUESTS, REQUEST_DURATION, OVERHEAD, QUEUE_WAIT),
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, IN_FLIGHT, OPEN_STREAMS, ATTEMPTS),
+    *(CIRCUIT_STATE, CIRCUIT_OPENED),
     *(LIMIT_REFUSALS, LIMITS_DEGRADED, LIMIT_HOLDS, SLICE_ADMITTED, BUDGET_OVERRUNS),
     *(STREAM_DISCONNECTS, UNAUTHENTICATED, TOKENS, COST, UNPRICED_USAGE),
     *(AMBIGUOUS_USAGE, USAGE_CONFLICTS, ADMITTED, SETTLED, SWEPT, INTENTS_OPEN),

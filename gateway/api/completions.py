@@ -44,6 +44,7 @@ STREAM_HEADERS = [
     *problems.COMMON_HEADERS,
 ]
 WHOLE_HEADERS = [(b"content-type", b"application/json"), *problems.COMMON_HEADERS]
+PING: Any = {"type": "http.response.body", "body": b": ping\n\n", "more_body": True}
 CLIENT_REQUEST_ID_LIMIT = 128
 DISCARD_BYTES = 64_000_000
 DISCARD_S = 5.0
@@ -79,7 +80,7 @@ async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
     try:
         answer = await gateway.complete(call)
         if answer.asked.stream:
-            await _stream(answer, sending)
+            await _stream(answer, sending, gateway.runtimes.current.config.server.ping_s)
         else:
             await _whole(answer, sending)
     except ClientGone:
@@ -99,6 +100,8 @@ async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
     except Exception:
         log.exception("request_failed", extra={"request_id": call.request_id})
         await _tell(sending, Internal(problems.OUR_SIDE), call.request_id)
+    finally:
+        sending.stop_pings()
 
 
 async def _tell(sending: "_Sending", error: GatewayError, request_id: str) -> None:
@@ -113,13 +116,16 @@ class _Sending:
     """Whether the head has gone out: before it an error has a status, after it an event. And
     whether the answer is out to its end: then a client that leaves leaves nothing undone."""
 
-    __slots__ = ("ended", "send", "started", "streams")
+    __slots__ = ("_pinging", "_timer", "ended", "send", "sent", "started", "streams")
 
     def __init__(self, send: Send) -> None:
         self.send = send
         self.started = False
         self.streams = False
         self.ended = False
+        self.sent = 0  # events
+        self._timer: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Task[None] | None = None
 
     async def head(self, status: int, headers: list[tuple[bytes, bytes]], *, streams: bool) -> None:
         self.started = True
@@ -138,8 +144,42 @@ class _Sending:
         await problems.send_problem(self.send, error, request_id, close=close, more=more)
 
     async def body(self, data: bytes, *, more: bool) -> None:
-        self.ended = not more
+        self.sent += 1
+        if not more:
+            self.ended = True
+            self.stop_pings()
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def ping_when_silent(self, every_s: float) -> None:
+        """From now on send a comment whenever nothing was sent for so long: proxies and clients
+        give up on a connection that says nothing. A stream that never pauses has no task for it."""
+        if every_s <= 0:
+            return
+        loop = asyncio.get_running_loop()
+
+        def begin(sent: int) -> None:
+            if self.sent != sent:
+                self._timer = loop.call_later(every_s, begin, self.sent)
+            elif not self.ended:
+                self._pinging = loop.create_task(self._ping(every_s))
+
+        self._timer = loop.call_later(every_s, begin, self.sent)
+
+    async def _ping(self, every_s: float) -> None:
+        with contextlib.suppress(OSError):  # the client has left: who waits for that hears of it
+            while True:
+                sent = self.sent
+                await self.send(PING)
+                await asyncio.sleep(every_s)
+                while self.sent != sent:
+                    sent = self.sent
+                    await asyncio.sleep(every_s)
+
+    def stop_pings(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
 
 
 async def _read(
@@ -293,12 +333,13 @@ async def _whole(answer: Answer, sending: _Sending) -> None:
     await sending.body(data, more=False)
 
 
-async def _stream(answer: Answer, sending: _Sending) -> None:
+async def _stream(answer: Answer, sending: _Sending, ping_s: float) -> None:
     """Forward each event as it comes. `[DONE]` only after a complete answer; a broken one ends
     with an error event and without it, so that it can never be taken for a whole one."""
     try:
         async with answer:
             await sending.head(200, [*STREAM_HEADERS, *_answer_headers(answer)], streams=True)
+            sending.ping_when_silent(ping_s)
             async for event in answer.events():
                 if not isinstance(event, Final):
                     await sending.body(b"data: " + event.data + b"\n\n", more=True)

@@ -141,7 +141,14 @@ class Harness:
     def configure(self, tables: str) -> None:
         """Other backends and routes, as a reload gives them; prices stay those of the start."""
         head = self.config_path.read_text().split("# tables\n")[0]
+        self.forget_failures()
         self.service.gateway.runtimes.reload(parse((head + tables).encode()))
+
+    def forget_failures(self) -> None:
+        """Close all circuits."""
+        runtimes = self.service.gateway.runtimes
+        for name in runtimes.current.upstreams:
+            runtimes.health.forget(name)
 
     def play(self, script: Script) -> Player:
         """What the scripted upstream at `scripted_url` plays from now on."""

@@ -1,4 +1,5 @@
-"""What the backend costs in Python calls: deterministic where microseconds are not."""
+"""What a backend costs in Python calls: deterministic where microseconds are not. Over httpx's own
+transport it was 2,800 a request and 288 a chunk (ADR 0012)."""
 
 import cProfile
 import pstats
@@ -46,17 +47,17 @@ async def calls(backend: Backend, request: ChatRequest) -> float:
 
 
 async def test_calls_per_whole_request(servers: tuple[ScriptedServer, ScriptedServer]) -> None:
-    """Nearly all of them are the HTTP client's; the ceiling keeps ours from growing."""
+    """On asyncio's own loop, whose transports are Python too."""
     backend = to(servers[0])
     measured = await calls(backend, asking(stream=False))
     await backend.aclose()
-    assert measured < 3_200
+    assert measured < 400
 
 
 async def test_calls_per_streamed_chunk(servers: tuple[ScriptedServer, ScriptedServer]) -> None:
-    """From the socket to the event, over the default transport."""
+    """From the socket to the event."""
     short, long = to(servers[0]), to(servers[1])
     per_chunk = (await calls(long, asking()) - await calls(short, asking())) / 50
     await short.aclose()
     await long.aclose()
-    assert per_chunk < 330
+    assert per_chunk < 80

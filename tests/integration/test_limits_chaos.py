@@ -83,10 +83,11 @@ async def test_an_outage_stays_within_the_bound() -> None:
         sliced = sum(fact["sliced"] for fact in facts)
         assert limit < admitted <= 2 * limit + limit * share
         assert 0 < sliced <= limit * share
-        print(f"admitted {admitted}, {sliced} by slices")  # noqa: T201  # for docs/reference/bounds.md
+        longest = max(fact["longest_ms"] for fact in facts)
+        print(f"admitted {admitted}, {sliced} by slices, waited {longest:.0f} ms")  # noqa: T201  # for docs/reference/bounds.md
         assert all(fact["outages"] >= 2 for fact in facts)
         # 50 ms, and what a busy machine needs to wake four processes up.
-        assert max(fact["longest_ms"] for fact in facts) < 400
+        assert longest < 400
         async with RedisStore(redis.url, node="after") as store:
             assert await store.holds(TENANT) == 0
             probe = await store.admit(

@@ -221,9 +221,13 @@ async def test_whatever_the_exit_nothing_stays_held(gateway: Harness, tenant: st
                 pass
     assert (await ask(gateway, model="nobody")).status_code == 404
     await gateway.next_settled(len(gateway.settled))
+    # Another backend: the gateway now leaves the one that failed alone for a while.
+    gateway.configure(backend("c", gateway.scripted_url) + route("m", "c"))
     gateway.play(Script(output_tokens=4, first_token_s=0.4))
-    codes = [a.status_code for a in await asyncio.gather(*(ask(gateway) for _ in range(5)))]
-    assert sorted(codes) == [200, 200, 429, 429, 429]
+    answers = await asyncio.gather(*(ask(gateway) for _ in range(5)))
+    assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429]
+    codes = {error_of(a.text)["code"] for a in answers if a.status_code == 429}
+    assert codes == {"rate_limit_exceeded"}
 
 
 async def test_zero_means_none_and_absent_means_no_limit(gateway: Harness, tenant: str) -> None:
