@@ -30,6 +30,7 @@ def metrics() -> m.Metrics:
     for metric in (m.WAL_APPENDED, m.WAL_SHIPPED):
         made.watch(metric, lambda: 24.0, node="node-a")
     made.measure(m.WAL_FSYNC, 0.002, node="node-a")
+    made.add(m.CIRCUIT_OPENED, backend="b", fault=m.CIRCUIT_OPENED.label("fault").values[0])
     for make in records.EXITS.values():
         made.observe(make())
     return made
