@@ -24,9 +24,11 @@ def metrics() -> m.Metrics:
     made.info(m.BUILD_INFO, {"version": "0.1.0", "python": "3.11"})
     made.info(m.PRICE_BOOK_INFO, {"book": "seed", "version": "1", "sha": "abc"})
     for metric in m.GATEWAY:
+        labels = {one.name: one.values[0] if one.values else "node-a" for one in metric.labels}
         if metric.kind is m.Kind.GAUGE:
-            labels = {one.name: one.values[0] if one.values else "node-a" for one in metric.labels}
             made.set(metric, 0, **labels)
+        elif metric.kind is m.Kind.COUNTER and metric not in (m.SETTLED, m.SWEPT):
+            made.add(metric, 0, **labels)  # each has a series
     for metric in (m.WAL_APPENDED, m.WAL_SHIPPED):
         made.watch(metric, lambda: 24.0, node="node-a")
     made.measure(m.WAL_FSYNC, 0.002, node="node-a")
