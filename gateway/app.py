@@ -31,6 +31,7 @@ import migrations
 from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
+from gateway.admins import Admins
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
 from gateway.api.reports import create_reports_router
@@ -46,6 +47,7 @@ from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
+from gateway.snapshot import KeySnapshot
 from gateway.tenants import Tenants, tenant_names
 from telemetry import books, logs
 from telemetry import metrics as metric
@@ -182,11 +184,14 @@ async def _build(
     stack.push_async_callback(engine.dispose)
     await _bring_up_to_date(engine)
 
-    ring = KeyRing(secrets.pepper(config, environment))
+    ring = KeyRing(*secrets.peppers(config, environment))
     tenants = Tenants(engine, ring, clock)
     await tenants.verify_pepper()
     admin_key, new_admin_key = secrets.admin_key(config, environment)
-    auth = await stack.enter_async_context(Auth(tenants, ring, clock))
+    snapshot = KeySnapshot(data / "key-snapshot", ring)
+    auth = await stack.enter_async_context(
+        Auth(tenants, ring, clock, config.auth, snapshot=snapshot)
+    )
 
     prices = Prices(engine, clock)
     await prices.publish(config)
@@ -242,8 +247,9 @@ async def _build(
     app = create_app(
         gateway=gateway,
         metrics=metrics,
-        admin=Admin(admin_key.reveal()),
+        admin=Admin(admin_key.reveal(), admins=Admins(tenants, ring), auth=auth, clock=clock),
         tenants=tenants,
+        ring=ring,
         desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
     )
@@ -304,6 +310,7 @@ def create_app(
     metrics: Metrics,
     admin: Admin,
     tenants: Tenants,
+    ring: KeyRing,
     desk: Desk,
     readiness: Readiness,
 ) -> Litestar:
@@ -322,7 +329,7 @@ def create_app(
             health.livez,
             health.readyz,
             health.metrics,
-            create_admin_router(tenants, admin),
+            create_admin_router(tenants, admin, ring),
             create_reports_router(desk, admin),
         ],
         dependencies={
@@ -333,6 +340,7 @@ def create_app(
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
         after_request=problems.stamp,
+        before_send=[problems.name_request],
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,
@@ -344,6 +352,7 @@ def create_app(
         request_max_body_size=1_000_000,  # admin bodies; completions have their own limit
     )
     openapi.add_completions(app.openapi_schema)
+    openapi.add_roles(app.openapi_schema, app.routes)
     return app
 
 

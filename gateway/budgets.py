@@ -39,6 +39,7 @@ from gateway.tenants import (
     check_alive,
     find_key,
     find_tenant,
+    is_within,
     limits_of,
     translating_database_errors,
 )
@@ -162,7 +163,7 @@ class Allowances:
     async def remove_limit(self, limit_id: str, *, actor: str) -> Limit:
         async with self._tenants.writing(actor) as write:
             row = await write.db.get(LimitRow, limit_id)
-            if row is None:
+            if row is None or not await is_within(write.db, row.tenant_id):
                 raise NotFound("No such limit.")
             limit = next(x for x in await limits_of(write.db, row.tenant_id) if x.id == limit_id)
             await self._remove(write, row, "limit.remove", f"limit/{limit_id}", limit)
@@ -171,7 +172,7 @@ class Allowances:
     async def remove_budget(self, budget_id: str, *, actor: str) -> Budget:
         async with self._tenants.writing(actor) as write:
             row = await write.db.get(BudgetRow, budget_id)
-            if row is None:
+            if row is None or not await is_within(write.db, row.tenant_id):
                 raise NotFound("No such budget.")
             budget = next(x for x in await budgets_of(write.db, row.tenant_id) if x.id == budget_id)
             await self._remove(write, row, "budget.remove", f"budget/{budget_id}", budget)

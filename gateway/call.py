@@ -65,6 +65,7 @@ class Call(Struct, frozen=True, kw_only=True):
     body: bytes
     headers: Iterable[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
     presence: Presence
+    client: tuple[str, int] | None = None  # the socket's other end, as ASGI gives it
     traceparent: str | None = None
     client_request_id: str | None = None
     fault: GatewayError | None = None  # why the body could not be taken
@@ -72,7 +73,7 @@ class Call(Struct, frozen=True, kw_only=True):
 
     def credential(self) -> Credential:
         """The key it came with. Raises Unauthenticated."""
-        return read_credential(self.headers)
+        return read_credential(self.headers, self.client)
 
     def parse(self) -> Asked:
         """Check the body and read the view. Raises BadRequest with the path of the field."""

@@ -71,7 +71,7 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         await problems.send_problem(send, error, request_id, close=False)
         return
     sending = _Sending(send)
-    call = await _read(gateway, scope["headers"], receive, surface, request_id)
+    call = await _read(gateway, scope, receive, surface, request_id)
     await _while_connected(_answer(gateway, call, sending), receive, call.presence, sending)
 
 
@@ -184,13 +184,14 @@ class _Sending:
 
 async def _read(
     gateway: Gateway,
-    raw: Iterable[tuple[bytes, bytes]],
+    scope: Scope,
     receive: Receive,
     surface: Surface,
     request_id: RequestId,
 ) -> Call:
     """The request as a Call. A body that cannot be taken is a fault that the pipeline raises once
     it knows whose request it is, so that it is recorded like any other refusal."""
+    raw: Iterable[tuple[bytes, bytes]] = scope["headers"]
     headers = dict(raw)
     limit = gateway.runtimes.current.config.server.max_body_mb * 1_000_000
     body, fault = b"", None
@@ -208,6 +209,7 @@ async def _read(
         fault=fault,
         headers=tuple(raw),
         presence=Presence(),
+        client=scope.get("client"),
         traceparent=_text(headers, b"traceparent"),
         client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),
     )

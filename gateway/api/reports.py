@@ -4,16 +4,16 @@ Parses, asks the `Desk`, renders. Must not know SQL or how a report is made.
 """
 
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from litestar import Response, Router, get
-from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
 from litestar.di import NamedDependency, Provide
 from litestar.handlers import BaseRouteHandler
 from litestar.params import PathParameter, QueryParameter, SkipValidation
 
-from gateway.auth import Admin, read_credential
+from gateway.api.guards import Connection, guard, principal_of
+from gateway.auth import Admin
 from gateway.errors import BadRequest, NotFound
 from telemetry.capacity.allocation import POLICIES
 from telemetry.reports.chargeback import GroupingInvalid, dimensions
@@ -85,14 +85,17 @@ async def sheet_report(
 def create_reports_router(desk: Desk, admin: Admin) -> Router:
     """The routes under `/admin/v1/reports`, guarded."""
 
-    def admins_only(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
-        admin.check(read_credential(connection.scope["headers"]))
+    by_role = guard(admin)
+
+    async def for_all(connection: Connection, handler: BaseRouteHandler) -> None:
+        await by_role(connection, handler)
+        principal_of(connection).require_all()  # reports are over all tenants
 
     return Router(
         path="/admin/v1/reports",
         route_handlers=[chargeback_report, sheet_report],
-        guards=[admins_only],
-        opt={"caller": "admin"},
+        guards=[for_all],
+        opt={"caller": "admin", "area": "reports"},
         tags=["reports"],
         dependencies={"desk": Provide(lambda: desk, sync_to_thread=False)},
         response_headers=[ResponseHeader(name="cache-control", value="private, no-store")],

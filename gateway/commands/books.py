@@ -16,7 +16,7 @@ from gateway.commands.files import database_url, read_config
 from gateway.config import Config
 from gateway.errors import GatewayError
 from gateway.keys import KeyRing
-from gateway.secrets import pepper
+from gateway.secrets import peppers
 from gateway.tenants import Tenants, tenant_names
 from telemetry import books
 from telemetry.clock import SystemClock
@@ -69,7 +69,7 @@ async def _open(path: Path) -> AsyncIterator[OpenBooks]:
         await catch_up(
             engine, config.wal_dir, rate=lambda attempt: rate(attempt, book), clock=clock
         )
-        tenants = Tenants(engine, KeyRing(pepper(config, os.environ)), clock)
+        tenants = Tenants(engine, KeyRing(*peppers(config, os.environ)), clock)
         yield OpenBooks(config=config, engine=engine, tenants=tenants)
     finally:
         await engine.dispose()
