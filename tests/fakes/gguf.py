@@ -69,12 +69,21 @@ TINY_TEMPLATE = (
 )
 
 
-def tiny_llama(path: Path, *, layers: int = 2, context: int = 256, seed: int = 0) -> Path:
+def tiny_llama(
+    path: Path,
+    *,
+    layers: int = 2,
+    context: int = 256,
+    seed: int = 0,
+    head_dim: int = 8,
+    extra_tokens: Sequence[str] = (),
+) -> Path:
     """A random model of a few thousand parameters with a byte-level vocabulary."""
     rng = np.random.default_rng(seed)
     vocabulary = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *BYTE_LEVEL, "Ġa", "th", "the"]
+    vocabulary += extra_tokens
     hidden, feed_forward, heads, kv_heads = 32, 64, 4, 2
-    size = hidden // heads
+    size = head_dim
 
     def random(*shape: int) -> tuple[str, Sequence[int], bytes]:
         return f32(rng.normal(0, 0.2, shape))
@@ -103,6 +112,7 @@ def tiny_llama(path: Path, *, layers: int = 2, context: int = 256, seed: int = 0
         "llama.feed_forward_length": feed_forward,
         "llama.attention.head_count": heads,
         "llama.attention.head_count_kv": kv_heads,
+        "llama.attention.key_length": size,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.freq_base": 10_000.0,
         "tokenizer.ggml.model": "gpt2",
