@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 NGRAMS = (4, 3, 2)  # the longest is looked up first
 _MEMORY = 0.7  # of the share of guesses that came true
-_FADING = 0.8  # of what was learnt, a step
+_FADING = 0.85  # of what was learnt, a guess
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 128  # steps
 
 
@@ -105,13 +105,14 @@ class Pace:
         if best == 0:
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
-            self._right, self._tried = 0.9, 1.0  # one more try after it, of little weight
+            self._right, self._tried = min(0.9, price + 0.1), 1.0  # one more try after it
         return min(best, limit)
 
     def learn(self, guessed: int, came_true: int) -> None:
         """How the last guesses went. Those behind the first wrong one were never put to the test."""
         tried = min(guessed, came_true + 1)
-        self._right = _FADING * self._right + came_true
-        self._tried = _FADING * self._tried + tried
+        kept = _FADING**tried
+        self._right = kept * self._right + came_true
+        self._tried = kept * self._tried + tried
         if came_true == guessed:
             self._next_pause = _FIRST_PAUSE
