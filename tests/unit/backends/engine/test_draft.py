@@ -59,7 +59,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     return GgufFile(tiny_llama(tmp_path_factory.mktemp("o") / "o.gguf", head_dim=32, seed=9))
 
 
-class _WideSteps(SystemClock):
+class WideSteps(SystemClock):
     """Every measurement takes as long: one token costs as much as many, so guesses are cheap."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ async def told(
     texts = []
     drafted = accepted = 0
     async with running(
-        words, runner, max_drafts=max_drafts, clock=_WideSteps()
+        words, runner, max_drafts=max_drafts, clock=WideSteps()
     ) as engine:
         streams = [
             engine.submit(
@@ -138,7 +138,7 @@ async def test_a_guide_binds_guesses_too(words: Tokenizer, wide: GgufFile) -> No
     texts = []
     for draft, drafts in ((None, 0), (None, 4), (wide, 4)):
         runner = runner_of(wide, words, draft=draft)
-        async with running(words, runner, max_drafts=drafts, clock=_WideSteps()) as engine:
+        async with running(words, runner, max_drafts=drafts, clock=WideSteps()) as engine:
             news = await outputs(
                 engine.submit(
                     JobRequest(

@@ -56,8 +56,8 @@ async def running(
         await engine.close()
 
 
-async def outputs(stream: Stream) -> list[Output]:
-    async with asyncio.timeout(10):
+async def outputs(stream: Stream, *, timeout_s: float = 10) -> list[Output]:
+    async with asyncio.timeout(timeout_s):
         result: list[Output] = []
         while not result or isinstance(result[-1], Delta):
             result += await stream.next()
