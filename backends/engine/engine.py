@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from backends.engine.account import (
     CostModel,
@@ -381,7 +381,8 @@ class Engine:
     ) -> Choice:
         request = job.request
         root = None
-        if self.facts is not None and self._prefix_cache:
+        is_scored = request.sampling.prompt_logprobs is not None  # it computes all of its prompt
+        if self.facts is not None and self._prefix_cache and not is_scored:
             # The weights of this process never change: epoch 0.
             root = chain_root(model=self.facts.identity, epoch=0, salt=request.cache_salt)
         return Choice(
@@ -394,7 +395,7 @@ class Engine:
             decoder=self._tokenizer.decoder(request.shown),
             stops=StopMatcher(request.stop),
             root=root,
-            leader=leader,
+            leader=None if is_scored else leader,
             proposer=self._proposer(),
         )
 
@@ -637,6 +638,9 @@ class _StepLoop:
         )
 
     def _say(self, sequence: Choice, delta: Delta) -> None:
+        if sequence.scores is not None and not sequence.is_scored_told:
+            sequence.is_scored_told = True
+            delta = structs.replace(delta, prompt=tuple(sequence.scores))
         self._outbox.setdefault(sequence.job.job_id, []).append(delta)
 
     def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:

@@ -20,7 +20,7 @@ from backends.engine.model import Model, PackedLinear
 from backends.engine.native.library import Library, Toolchain, Unavailable, load
 from backends.engine.native.model import NativeModel, check_shape, weight_struct
 from backends.engine.native.packing import Dtype, Part, pack
-from backends.engine.sampler import sample
+from backends.engine.sampler import sample, score
 from backends.engine.shape import ModelShape, read_shape
 from backends.engine.types import Drafter, ModelFacts, Outcome, Row, StepResult, TokenChoice
 
@@ -87,7 +87,9 @@ class CpuRunner:
         for row in rows:
             mine = range(at, at + row.logits_rows)
             at = mine.stop
-            if row.drafts:
+            if row.is_scored:
+                choices.append(_scored(logits, row, mine))
+            elif row.drafts:
                 choices.append(_confirmed(logits, best, row, mine))
             elif row.needs_token:
                 choices.append(sampled(logits[mine[0]], row, best[mine[0]]))
@@ -172,6 +174,21 @@ def sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | E
         return sample(logits, row.sequence)
     except (ArithmeticError, RuntimeError, IndexError, ValueError) as error:
         return error  # this sequence fails; its neighbours do not
+
+
+def _scored(logits: torch.Tensor, row: Row, mine: range) -> Outcome:
+    """Note how likely the prompt's next tokens were; at its end, choose one."""
+    sequence = row.sequence
+    count = sequence.job.request.sampling.prompt_logprobs
+    assert count is not None and sequence.scores is not None, "only such rows come here"
+    first = len(sequence.scores) - 1  # after a preemption some are known
+    known = sequence.tokens[max(row.start, first) + 1 : min(row.context + 1, sequence.n_prompt)]
+    begin = mine.start + max(row.start, first) - row.start
+    try:
+        sequence.scores += score(logits[begin : begin + len(known)], known, count)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        return error
+    return sampled(logits[mine[-1]], row, None) if row.needs_token else None
 
 
 def _confirmed(

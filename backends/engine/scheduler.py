@@ -25,6 +25,7 @@ from backends.engine.spec import Pace
 from backends.engine.types import Drafter, Guesses, Row, Sequence
 
 AGE_STEPS = 512
+SCORED_TOKENS = 64  # of a prompt that is scored, in one step
 
 
 class Plan(Struct, frozen=True):
@@ -267,6 +268,8 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 def _chunk(sequence: Sequence, budget: int) -> Row:
     """What is computed again and what is new are never in one row: they are charged apart."""
     count = min(budget, sequence.n_pending)
+    if sequence.scores is not None:  # a row of logits for each token
+        count = min(count, SCORED_TOKENS)
     if sequence.n_computed < sequence.high_water:
         count = min(count, sequence.high_water - sequence.n_computed)
     return Row(sequence, sequence.n_computed, count)

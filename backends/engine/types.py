@@ -36,6 +36,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k best
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     is_guided: bool = False  # the sequence's guide says which tokens may be drawn
 
     @property
@@ -176,9 +177,9 @@ class Sequence:
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
-        "guide", "high_water", "index", "job", "keys", "leader", "max_tokens", "n_computed",
-        "n_prompt", "n_published", "priority", "proposer", "root", "seed", "seen", "stops",
-        "tokens", "waited_since",
+        "guide", "high_water", "index", "is_scored_told", "job", "keys", "leader", "max_tokens", "n_computed",
+        "n_prompt", "n_published", "priority", "proposer", "root", "scores", "seed", "seen",
+        "stops", "tokens", "waited_since",
     )  # fmt: skip
 
     def __init__(
@@ -220,6 +221,10 @@ class Sequence:
         self.decoder = decoder
         self.stops = stops
         self.entries = Entries()
+        is_scored = job.request.sampling.prompt_logprobs is not None
+        # Of the prompt's tokens; the first has nothing before it.
+        self.scores: list[TokenChoice] | None = [TokenChoice(self.tokens[0])] if is_scored else None
+        self.is_scored_told = False
         self.finish: FinishReason | None = None
         guide = job.request.guide
         self.guide = None if guide is None else guide.fork()
@@ -300,8 +305,15 @@ class Row(Struct, frozen=True):
         return [*known, *self.drafts] if self.drafts else known
 
     @property
+    def is_scored(self) -> bool:
+        """Whether each of its tokens says how likely the next one of the prompt was."""
+        return self.sequence.scores is not None and self.start < self.sequence.n_prompt
+
+    @property
     def logits_rows(self) -> int:
-        """Of the last computed tokens: one more than there are drafts."""
+        """Of the last computed tokens: one more than there are drafts; of a scored prompt, all."""
+        if self.is_scored:
+            return self.count
         return 1 + len(self.drafts) if self.needs_token else 0
 
     @property
@@ -382,6 +394,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     index: int
     text: str
     choices: tuple[TokenChoice, ...] = ()  # with logprobs asked: the tokens it came from
+    prompt: tuple[TokenChoice, ...] = ()  # in a choice's first delta, if that was asked for
     finish: FinishReason | None = None
 
 
