@@ -47,7 +47,7 @@ writes down what each boat has brought, how much of it was sold, and to whom, an
 Nobody likes him, and nobody would land a single crate without him, because on the first of the
 month his columns decide what everyone is paid. He has never once been wrong by more than a box.
 """
-CODE = '''
+CODE = """
 def area_of_square(side):
     return side * side
 
@@ -60,7 +60,7 @@ def area_of_rectangle(width, height):
     return width * height
 
 
-def area_of_triangle('''
+def area_of_triangle("""
 
 Request = tuple[Sequence[int], int]  # prompt, tokens to generate
 Found = TypeVar("Found")
@@ -194,7 +194,7 @@ def basics(rig: Rig, machine: Machine) -> list[Figure]:
 
 def mixed_requests(rig: Rig, count: int = 32) -> list[Request]:
     """Lengths spread as in logs of chats: many short answers and a few long ones."""
-    rng = random.Random(7)
+    rng = random.Random(7)  # noqa: S311  # the same lengths everywhere
     return [
         (
             rig.prompt(i, min(300, max(16, round(rng.lognormvariate(4.2, 0.8))))),

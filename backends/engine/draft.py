@@ -168,9 +168,7 @@ class DraftModel:
         return [share.model_s + share.sampling_s for share in shares(work, self.costs)]
 
     def _calibrated(self, words: Words) -> CostModel:
-        request = JobRequest(
-            prompts=((0,),), max_tokens=(1,), sampling=Sampling(temperature=0.0)
-        )
+        request = JobRequest(prompts=((0,),), max_tokens=(1,), sampling=Sampling(temperature=0.0))
         sequence = Sequence(
             Job(0, request, 0), 0, [0] * _WARMUP_TOKENS, arrival=0, max_tokens=1, seed=0,
             decoder=words.decoder(), stops=StopMatcher(()),

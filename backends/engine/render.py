@@ -251,9 +251,7 @@ class Renderer:
                 index=delta.index,
                 message=self._message(delta) if self._is_chat else UNSET,
                 text=UNSET if self._is_chat else self._echo(delta.index) + delta.text,
-                logprobs=self._logprobs(
-                    delta.index, self._prompt_entries(delta) + delta.choices
-                ),
+                logprobs=self._logprobs(delta.index, self._prompt_entries(delta) + delta.choices),
                 finish_reason=delta.finish and self._finish(delta.index, delta.finish),
             )
             for delta in merged

@@ -61,8 +61,8 @@ def served_limit(
 ) -> float:
     """Generated tokens a second of a batch that comes with its prompts: they are computed first,
     and nothing is generated meanwhile."""
-    decoding_s = batch * output / decode_limit(
-        machine, facts, batch=batch, context=prompt + output / 2
+    decoding_s = (
+        batch * output / decode_limit(machine, facts, batch=batch, context=prompt + output / 2)
     )
     prefill_s = batch * prompt / prefill_limit(machine, facts, max(1, round(prompt)))
     return batch * output / (decoding_s + prefill_s)

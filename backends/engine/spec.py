@@ -109,7 +109,7 @@ class Pace:
         return min(best, limit)
 
     def learn(self, guessed: int, came_true: int) -> None:
-        """How the last guesses went. Those behind the first wrong one were never put to the test."""
+        """How the last guesses went. Those behind the first wrong one were not put to the test."""
         tried = min(guessed, came_true + 1)
         kept = _FADING**tried
         self._right = kept * self._right + came_true

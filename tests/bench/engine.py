@@ -9,7 +9,6 @@ llama.cpp runs in an interpreter of its own if `METERLINE_PEERS_PYTHON` names on
 import importlib.util
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,8 @@ from backends.engine.bench import OUTPUT, PROMPT, Chosen, Figure, Request, Rig
 from backends.engine.draft import DraftModel
 from backends.engine.gguf import GgufFile
 from backends.engine.kv import blocks_for
-from backends.engine.roofline import Machine
 from backends.engine.serve import default_threads, prepare_environment
 from backends.engine.stops import StopMatcher
-from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Job, JobRequest, Row, Sampling
 from backends.engine.types import Sequence as Choice
 from backends.engine.weights import BUNDLED_NAME, open_weights
@@ -123,7 +120,9 @@ def _draft_model(b: _Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         deep = GgufFile(deeper(b.file, Path(folder) / "deep.gguf", times=2))
         for name, file in (("float32 with itself as stored", b.file), ("60 layers with 30", deep)):
-            target = bench.open_runner(file, Chosen(kernels="native", dtype="float32", threads=1), 24)
+            target = bench.open_runner(
+                file, Chosen(kernels="native", dtype="float32", threads=1), 24
+            )
             second = bench.open_runner(b.file, Chosen(kernels="native", threads=1), 24)
             drafter = DraftModel(second.decoder, second.facts, b.words)
             rig = Rig(target, b.words, rounds=2)

@@ -24,9 +24,7 @@ class Peer:
 
     def __init__(self, path: str, threads: int) -> None:
         lib.llama_backend_init()
-        self.model = lib.llama_model_load_from_file(
-            path.encode(), lib.llama_model_default_params()
-        )
+        self.model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         self.vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
         params = lib.llama_context_default_params()
         params.n_ctx = SLOTS * 1024
@@ -57,14 +55,14 @@ class Peer:
                     slots[slot] = [number, list(prompt), shared, 0]
             rows: list[Any] = []
             asks: list[tuple[int, int]] = []  # slot, row of its logits
-            order = sorted(
-                (s for s in range(SLOTS) if slots[s]), key=lambda s: -bool(slots[s][3])
-            )
+            order = sorted((s for s in range(SLOTS) if slots[s]), key=lambda s: -bool(slots[s][3]))
             for slot in order:
                 state = slots[slot]
                 take = min(len(state[1]) - state[2], BATCH - len(rows))
-                for at in range(state[2], state[2] + take):
-                    rows.append((slot, at, state[1][at], at == len(state[1]) - 1))
+                rows += [
+                    (slot, at, state[1][at], at == len(state[1]) - 1)
+                    for at in range(state[2], state[2] + take)
+                ]
                 state[2] += take
                 if take and state[2] == len(state[1]):
                     asks.append((slot, len(rows) - 1))
@@ -104,9 +102,7 @@ def main() -> None:
     peer.serve([(work["cases"][0]["requests"][0][0][:32], 4)])  # first calls are slow
     found = {}
     for case in work["cases"]:
-        runs = [
-            peer.serve(case["requests"], case.get("shared", 0)) for _ in range(work["rounds"])
-        ]
+        runs = [peer.serve(case["requests"], case.get("shared", 0)) for _ in range(work["rounds"])]
         found[case["name"]] = min(runs, key=lambda run: run["took_s"])
     json.dump(found, sys.stdout)
 

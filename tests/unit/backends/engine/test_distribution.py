@@ -25,9 +25,7 @@ LENGTH = 3
 SAMPLING = Sampling(temperature=0.8, top_k=3, top_p=0.98, logprobs=0)
 
 
-def exact(
-    runner: CpuRunner, words: Tokenizer, prompt: list[int]
-) -> dict[tuple[int, ...], float]:
+def exact(runner: CpuRunner, words: Tokenizer, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """The probability of every text of `LENGTH` tokens, one forward pass a beginning."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):

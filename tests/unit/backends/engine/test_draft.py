@@ -85,9 +85,7 @@ async def told(
     """Text and logprobs of all requests asked at once; guesses made and come true."""
     texts = []
     drafted = accepted = 0
-    async with running(
-        words, runner, max_drafts=max_drafts, clock=WideSteps()
-    ) as engine:
+    async with running(words, runner, max_drafts=max_drafts, clock=WideSteps()) as engine:
         streams = [
             engine.submit(
                 JobRequest(
@@ -155,7 +153,7 @@ async def test_a_guide_binds_guesses_too(words: Tokenizer, wide: GgufFile) -> No
 
 
 def test_the_pace_follows_what_pays() -> None:
-    """Right guesses go as far as allowed, wrong ones get shorter and rest; dear ones never start."""
+    """Right guesses go as far as allowed, wrong ones rest, dear ones never start."""
     pace = Pace(8)
     for _ in range(20):
         count = pace.wanted(8, 0.1)

@@ -23,7 +23,7 @@ async def test_each_token_of_the_prompt_is_scored(file: GgufFile, words: Tokeniz
     prompt = words.encode("the thing of the sea " * 5)
     mine = sequence(words, [*prompt, 0])
     mine.blocks = [0, 1, 2]
-    rows = [Row(mine, 0, len(prompt) + 1, tuple(prompt[1:]) + (0,))]
+    rows = [Row(mine, 0, len(prompt) + 1, (*prompt[1:], 0))]
     model = Model(file, kv_blocks=3)
     mine.tokens = prompt[:1]
     expected = torch.log_softmax(model.logits(rows)[0], dim=-1)
@@ -40,8 +40,10 @@ async def test_each_token_of_the_prompt_is_scored(file: GgufFile, words: Tokeniz
         news = await outputs(engine.submit(asked(2, 2)))
         assert isinstance(news[-1], Done)
         assert news[-1].usage.prompt_tokens == len(prompt) + 30
-    texts = [["".join(d.text for d in n if isinstance(d, Delta) and d.index == i) for i in range(4)]
-             for n in (plain, news)]
+    texts = [
+        ["".join(d.text for d in n if isinstance(d, Delta) and d.index == i) for i in range(4)]
+        for n in (plain, news)
+    ]
     assert texts[0] == texts[1]
     told = [delta for delta in news if isinstance(delta, Delta) and delta.prompt]
     assert sorted(delta.index for delta in told) == [0, 1, 2, 3]
