@@ -178,8 +178,8 @@ class Sequence:
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
         "guide", "high_water", "index", "is_scored_told", "job", "keys", "leader", "max_tokens",
-        "n_computed", "n_prompt", "n_published", "priority", "proposer", "root", "scores", "seed", "seen",
-        "stops", "tokens", "waited_since",
+        "n_computed", "n_prompt", "n_published", "priority", "proposer", "root", "scores", "seed",
+        "seen", "stops", "tokens", "waited_since",
     )  # fmt: skip
 
     def __init__(
