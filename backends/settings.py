@@ -132,7 +132,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
     ] = "smollm2-135m-instruct"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(
+            description="Where it runs. auto: on the CPU. cuda needs a torch with CUDA; that path "
+            "is tested without a GPU and unmeasured on one."
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         Meta(

@@ -2,7 +2,8 @@
 it reaches beside what the machine could reach at most, measured in the same run.
 
 Every rate is that of a whole engine, from submitted requests to their last tokens, without HTTP.
-The best of a few rounds is taken: other processes only ever make it slower.
+The best of a few rounds is taken: other processes only ever make it slower. With `--one-core` all
+seconds are CPU seconds of a process with one compute thread, which others hardly disturb.
 """
 
 import asyncio
@@ -91,7 +92,6 @@ class Run(Struct, frozen=True):
     """All requests of one measurement."""
 
     took_s: float
-    cpu_s: float
     seen: list[Timed]
 
     @property
@@ -102,7 +102,11 @@ class Run(Struct, frozen=True):
 class Rig:
     """One model; an engine around it for each measurement."""
 
-    def __init__(self, runner: CpuRunner, words: Tokenizer, *, rounds: int = 3) -> None:
+    def __init__(
+        self, runner: CpuRunner, words: Tokenizer, *, rounds: int = 3, by_cpu: bool = False
+    ) -> None:
+        """`by_cpu`: seconds are those of the process, not those of the wall."""
+        self.now = time.process_time if by_cpu else time.perf_counter
         self.runner = runner
         self.words = words
         self.rounds = rounds
@@ -135,25 +139,29 @@ class Rig:
             engine.start()
             await engine.loaded()
             if first is not None:
-                await _ask(engine, first, 1)
-            started, cpu = time.perf_counter(), time.process_time()
+                await _ask(engine, first, 1, self.now)
+            started = self.now()
             size = groups or len(requests)
             seen: list[Timed] = []
             for at in range(0, len(requests), size):
                 group = requests[at : at + size]
-                seen += await asyncio.gather(*(_ask(engine, p, count) for p, count in group))
-            took_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+                seen += await asyncio.gather(
+                    *(_ask(engine, p, count, self.now) for p, count in group)
+                )
+            took_s = self.now() - started
             await engine.close()
-            return Run(took_s, cpu_s, seen)
+            return Run(took_s, seen)
 
         runs = [asyncio.run(go()) for _ in range(rounds or self.rounds)]
         return min(runs, key=lambda found: found.took_s)
 
 
-async def _ask(engine: Engine, prompt: Sequence[int], output: int) -> Timed:
+async def _ask(
+    engine: Engine, prompt: Sequence[int], output: int, now: Callable[[], float]
+) -> Timed:
     """Greedy, to its length."""
     seen = Timed()
-    started = time.perf_counter()
+    started = now()
     stream = engine.submit(
         JobRequest(
             prompts=(tuple(prompt),), max_tokens=(output,), ignore_eos=True,
@@ -164,10 +172,10 @@ async def _ask(engine: Engine, prompt: Sequence[int], output: int) -> Timed:
         for news in await stream.next():
             match news:
                 case Delta():
-                    seen.first_s = seen.first_s or time.perf_counter() - started
+                    seen.first_s = seen.first_s or now() - started
                 case Done(usage):
                     seen.tokens = usage.completion_tokens
-                    seen.first_s = seen.first_s or time.perf_counter() - started
+                    seen.first_s = seen.first_s or now() - started
                     return seen
                 case _:
                     raise RuntimeError(str(news))
@@ -247,7 +255,6 @@ def shared_prefix(rig: Rig) -> list[Figure]:
 
 
 def guessing(rig: Rig, *, max_drafts: int = 6, output: int = 96) -> list[Figure]:
-    """By CPU time: what other processes do at the same time hardly shows."""
     prose = rig.words.encode(PROSE)
     cases = {
         "verbatim": prose[:150] + prose[:30],
@@ -258,8 +265,7 @@ def guessing(rig: Rig, *, max_drafts: int = 6, output: int = 96) -> list[Figure]
     for name, prompt in cases.items():
         for how, drafts in (("off", 0), ("on", max_drafts)):
             run = rig.measure([(prompt, output)], max_drafts=drafts, rounds=2)
-            rate = output / run.cpu_s
-            found.append(Figure(f"guessing {how}, {name}", rate, "out tok/CPU-s"))
+            found.append(Figure(f"guessing {how}, {name}", output / run.took_s, "out tok/s"))
     return found
 
 
@@ -298,11 +304,16 @@ class Chosen(Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     threads: int | None = None
     kv_memory_gb: float = 0.5
+    one_core: bool = False
+
+
+def threads_of(chosen: Chosen) -> int:
+    return 1 if chosen.one_core else chosen.threads or default_threads()
 
 
 def open_runner(file: GgufFile, chosen: Chosen, kv_blocks: int) -> CpuRunner:
     return CpuRunner(
-        file, kv_blocks=kv_blocks, threads=chosen.threads or default_threads(),
+        file, kv_blocks=kv_blocks, threads=threads_of(chosen),
         dtype=chosen.dtype, kernels=chosen.kernels,  # type: ignore[arg-type]  # click checked them
         tools=Toolchain.of_this_machine(cache_folder(os.environ)),
     )  # fmt: skip
@@ -313,7 +324,7 @@ def info_of(chosen: Chosen) -> dict[str, Any]:
     file = open_weights(chosen.model)
     shape = read_shape(file)
     blocks = pool_blocks(shape, chosen.kv_memory_gb)
-    threads = chosen.threads or default_threads()
+    threads = threads_of(chosen)
     runner = open_runner(file, chosen, blocks)
     machine = roofline.measure(threads)
     facts = runner.facts
@@ -365,8 +376,8 @@ def figures_of(
     file = open_weights(chosen.model)
     words = tokenizer.from_gguf(file)
     runner = open_runner(file, chosen, KV_BLOCKS)
-    machine = roofline.measure(chosen.threads or default_threads())
-    rig = Rig(runner, words, rounds=1 if quick else 3)
+    machine = roofline.measure(threads_of(chosen))
+    rig = Rig(runner, words, rounds=1 if quick else 3, by_cpu=chosen.one_core)
     parts: list[Callable[[], list[Figure]]] = [
         lambda: [
             Figure("memory read", machine.bytes_s / 1e9, "GB/s"),
@@ -432,6 +443,7 @@ def info(*, as_json: bool, **given: Any) -> None:
 @main.command()
 @_options
 @click.option("--quick", is_flag=True, help="One round, the basic rows.")
+@click.option("--one-core", is_flag=True, help="One thread, and its CPU seconds.")
 def bench(*, as_json: bool, quick: bool, **given: Any) -> None:
     """Measure rates, each beside what this machine allows."""
 

@@ -69,7 +69,7 @@ class CpuRunner:
             formats = "+".join(native.formats)
         name = "torch" if library is None else "compiled"
         self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
-        self.facts = facts_of(file, self.decoder, kv_blocks, f"{name}/{formats}")
+        self.facts = facts_of(file.header_digest, self.decoder, kv_blocks, f"{name}/{formats}")
         self.drafter: Drafter | None = None
 
     @torch.inference_mode()
@@ -79,23 +79,28 @@ class CpuRunner:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> StepResult:
-        logits, known = self.decoder.logits(rows)
-        best: Sequence[int | None] = [None] * len(logits) if known is None else known
-        started_ns = time.perf_counter_ns()
-        choices: list[Outcome] = []
-        at = 0
-        for row in rows:
-            mine = range(at, at + row.logits_rows)
-            at = mine.stop
-            if row.is_scored:
-                choices.append(_scored(logits, row, mine))
-            elif row.drafts:
-                choices.append(_confirmed(logits, best, row, mine))
-            elif row.needs_token:
-                choices.append(sampled(logits[mine[0]], row, best[mine[0]]))
-            else:
-                choices.append(None)
-        return StepResult(choices, time.perf_counter_ns() - started_ns)
+        return step_of(self.decoder, rows)
+
+
+def step_of(decoder: Decoder, rows: Sequence[Row]) -> StepResult:
+    """Compute the rows and choose what is due."""
+    logits, known = decoder.logits(rows)
+    best: Sequence[int | None] = [None] * len(logits) if known is None else known
+    started_ns = time.perf_counter_ns()
+    choices: list[Outcome] = []
+    at = 0
+    for row in rows:
+        mine = range(at, at + row.logits_rows)
+        at = mine.stop
+        if row.is_scored:
+            choices.append(_scored(logits, row, mine))
+        elif row.drafts:
+            choices.append(_confirmed(logits, best, row, mine))
+        elif row.needs_token:
+            choices.append(sampled(logits[mine[0]], row, best[mine[0]]))
+        else:
+            choices.append(None)
+    return StepResult(choices, time.perf_counter_ns() - started_ns)
 
 
 class _Native:
@@ -171,7 +176,7 @@ def sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | E
     if best is not None and best >= 0 and sampling.takes_best:
         return TokenChoice(best)
     try:
-        return sample(logits, row.sequence)
+        return sample(logits.cpu(), row.sequence)
     except (ArithmeticError, RuntimeError, IndexError, ValueError) as error:
         return error  # this sequence fails; its neighbours do not
 
@@ -185,7 +190,7 @@ def _scored(logits: torch.Tensor, row: Row, mine: range) -> Outcome:
     known = sequence.tokens[max(row.start, first) + 1 : min(row.context + 1, sequence.n_prompt)]
     begin = mine.start + max(row.start, first) - row.start
     try:
-        sequence.scores += score(logits[begin : begin + len(known)], known, count)
+        sequence.scores += score(logits[begin : begin + len(known)].cpu(), known, count)
     except (ArithmeticError, RuntimeError, ValueError) as error:
         return error
     return sampled(logits[mine[-1]], row, None) if row.needs_token else None
@@ -221,10 +226,11 @@ def _confirmed(
     return failure
 
 
-def facts_of(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
+def facts_of(digest: str, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
+    """`digest` names the weights, `formats` how they are computed with."""
     shape = decoder.shape
     return ModelFacts(
-        identity=f"{file.header_digest}/{formats}/kv-float32",
+        identity=f"{digest}/{formats}/kv-float32",
         body_params=shape.body_params,
         head_params=shape.head_params,
         weight_bytes=decoder.weight_bytes / (shape.body_params + shape.head_params),

@@ -104,9 +104,7 @@ def build(
 ) -> Built:
     """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
     kernels are kept in `cache`."""
-    if settings.device == "cuda":
-        raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
-    if settings.dtype == "bfloat16":
+    if settings.dtype == "bfloat16" and settings.device != "cuda":
         raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     clock = clock or SystemClock()
     speculative = settings.speculative
@@ -282,6 +280,8 @@ def _load(
     cache: Path,
 ) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
+    if settings.device == "cuda":
+        return _load_on_gpu(file, blocks, settings)
     from backends.engine.draft import DraftModel
     from backends.engine.runner import CpuRunner
 
@@ -305,6 +305,17 @@ def _load(
         )
         runner.drafter = DraftModel(second.decoder, second.facts, words)
         sys.stderr.write(f"meterline engine: {settings.name} drafts with {second.summary}\n")
+    return runner
+
+
+def _load_on_gpu(file: GgufFile, blocks: int, settings: EngineSettings) -> Runner:
+    import torch
+
+    from backends.engine.gpu.runner import open_on
+
+    named = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    runner = open_on(file, "cuda", getattr(torch, named), kv_blocks=blocks)
+    sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
     return runner
 
 

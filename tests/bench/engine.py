@@ -3,7 +3,9 @@ ids in the same run. `meterline engine bench` is the part without the others.
 
 llama.cpp runs in an interpreter of its own if `METERLINE_PEERS_PYTHON` names one that has
 `llama_cpp`; transformers, if it can be imported here. What is not installed has no rows.
-`METERLINE_BENCH_PARTS` (comma-separated) picks some of the parts.
+`METERLINE_BENCH_PARTS` (comma-separated) picks some of the parts. With `METERLINE_BENCH_ONE_CORE=1`
+everybody computes on one thread and all seconds are CPU seconds of the process: on a shared
+machine that is what can be compared.
 """
 
 import importlib.util
@@ -16,6 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from backends.engine import bench, roofline, tokenizer
 from backends.engine.bench import OUTPUT, PROMPT, Chosen, Figure, Request, Rig
@@ -58,7 +62,10 @@ class _Bench:
         prepare_environment(os.environ)
         self.file = open_weights(BUNDLED_NAME)
         self.words = tokenizer.from_gguf(self.file)
-        self.machine = roofline.measure(default_threads())
+        self.one_core = os.environ.get("METERLINE_BENCH_ONE_CORE") == "1"
+        self.threads = 1 if self.one_core else default_threads()
+        self.now = time.process_time if self.one_core else time.perf_counter
+        self.machine = roofline.measure(self.threads)
         self.table = _Rows("engine", ["what", "with", "value", "unit", "of the limit, %"])
         self.table.figures(
             [
@@ -68,12 +75,11 @@ class _Bench:
             "this machine",
         )
 
-    def rig(self, mode: str, *, threads: int | None = None, rounds: int = 3) -> Rig:
-        chosen = MODES[mode]
-        if threads is not None:
-            chosen = Chosen(kernels=chosen.kernels, dtype=chosen.dtype, threads=threads)
+    def rig(self, mode: str, *, rounds: int = 3, one_core: bool = False) -> Rig:
+        is_alone = one_core or self.one_core
+        chosen = structs.replace(MODES[mode], one_core=is_alone)
         runner = bench.open_runner(self.file, chosen, bench.KV_BLOCKS)
-        return Rig(runner, self.words, rounds=rounds)
+        return Rig(runner, self.words, rounds=rounds, by_cpu=is_alone)
 
 
 def run() -> Table:
@@ -109,8 +115,8 @@ def _mixed(b: _Bench) -> None:
 
 
 def _guessing(b: _Bench) -> None:
-    b.table.figures(bench.guessing(b.rig("default", threads=1)), "default, one core")
-    b.table.figures(bench.guessing(b.rig("exact", threads=1)), "exact, one core")
+    for mode in ("default", "exact"):
+        b.table.figures(bench.guessing(b.rig(mode, one_core=True)), f"{mode}, one core")
 
 
 def _draft_model(b: _Bench) -> None:
@@ -120,16 +126,15 @@ def _draft_model(b: _Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         deep = GgufFile(deeper(b.file, Path(folder) / "deep.gguf", times=2))
         for name, file in (("float32 with itself as stored", b.file), ("60 layers with 30", deep)):
-            target = bench.open_runner(
-                file, Chosen(kernels="native", dtype="float32", threads=1), 24
-            )
-            second = bench.open_runner(b.file, Chosen(kernels="native", threads=1), 24)
+            exact = Chosen(kernels="native", dtype="float32", one_core=True)
+            target = bench.open_runner(file, exact, 24)
+            second = bench.open_runner(b.file, Chosen(kernels="native", one_core=True), 24)
             drafter = DraftModel(second.decoder, second.facts, b.words)
-            rig = Rig(target, b.words, rounds=2)
+            rig = Rig(target, b.words, rounds=2, by_cpu=True)
             for how, drafts in (("off", 0), ("on", 15)):
                 target.drafter = drafter if drafts else None
                 run = rig.measure([(prompt, 96)], max_drafts=drafts)
-                figure = Figure(f"draft model {how}, {name}", 96 / run.cpu_s, "out tok/CPU-s")
+                figure = Figure(f"draft model {how}, {name}", 96 / run.took_s, "out tok/s")
                 b.table.figure(figure, "one core")
 
 
@@ -137,7 +142,7 @@ def _one_core(b: _Bench) -> None:
     """The decoders alone on one thread, in its CPU time: what others do at the same time hardly
     shows here."""
     for mode in MODES:
-        rig = b.rig(mode, threads=1)
+        rig = b.rig(mode, one_core=True)
         pool = iter(range(bench.KV_BLOCKS))
         prompt = _row(rig, 99, 0, 512, pool)
         b.table.figure(
@@ -226,8 +231,8 @@ def _llama_cpp(b: _Bench) -> None:
         return
     rig = Rig(bench.open_runner(b.file, MODES["default"], 2), b.words)
     work = {
-        "model": str(b.file.path), "threads": default_threads(), "rounds": 2,
-        "cases": _cases(rig),
+        "model": str(b.file.path), "threads": b.threads, "rounds": 1,
+        "by_cpu": b.one_core, "cases": _cases(rig),
     }  # fmt: skip
     told = subprocess.run(
         [python, str(script)], input=json.dumps(work), capture_output=True, text=True, check=True
@@ -254,7 +259,7 @@ def _transformers(b: _Bench) -> None:
 
     from tests.bench.transformers_peer import load
 
-    torch.set_num_threads(default_threads())
+    torch.set_num_threads(b.threads)
     model = load(b.file)
     rig = Rig(bench.open_runner(b.file, MODES["default"], 2), b.words)
 
@@ -263,12 +268,12 @@ def _transformers(b: _Bench) -> None:
         output = max(count for _, count in requests)
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p, _ in requests])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in requests])
-        started = time.perf_counter()
+        started = b.now()
         model.generate(
             ids, attention_mask=mask, do_sample=False, min_new_tokens=output,
             max_new_tokens=output, pad_token_id=0,
         )  # fmt: skip
-        return time.perf_counter() - started
+        return b.now() - started
 
     took_s = min(generate([(rig.prompt(1, 512), 1)]) for _ in range(2))
     b.table.figure(Figure("prefill of 512", 512 / took_s, "tok/s"), "transformers")
