@@ -22,7 +22,8 @@ BATCH = 512
 class Peer:
     """A model and a context with room for 16 sequences."""
 
-    def __init__(self, path: str, threads: int, *, by_cpu: bool) -> None:
+    def __init__(self, path: str, threads: int, *, by_cpu: bool, shares: bool = False) -> None:
+        """`shares`: one pool for all sequences, which copies of a prefix need."""
         self.now = time.process_time if by_cpu else time.perf_counter
         lib.llama_backend_init()
         self.model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
@@ -31,6 +32,7 @@ class Peer:
         params.n_ctx = SLOTS * 1024
         params.n_batch = params.n_ubatch = BATCH
         params.n_seq_max = SLOTS
+        params.kv_unified = shares
         params.n_threads = params.n_threads_batch = threads
         self.context = lib.llama_init_from_model(self.model, params)
         self.batch = lib.llama_batch_init(BATCH, 0, 1)
@@ -99,12 +101,17 @@ class Peer:
 
 def main() -> None:
     work = json.load(sys.stdin)
-    peer = Peer(work["model"], work["threads"], by_cpu=work["by_cpu"])
-    peer.serve([(work["cases"][0]["requests"][0][0][:32], 4)])  # first calls are slow
     found = {}
-    for case in work["cases"]:
-        runs = [peer.serve(case["requests"], case.get("shared", 0)) for _ in range(work["rounds"])]
-        found[case["name"]] = min(runs, key=lambda run: run["took_s"])
+    for shares in (False, True):
+        peer = Peer(work["model"], work["threads"], by_cpu=work["by_cpu"], shares=shares)
+        peer.serve([(work["cases"][0]["requests"][0][0][:32], 4)])  # first calls are slow
+        for case in work["cases"]:
+            if bool(case.get("shared")) is shares:
+                runs = [
+                    peer.serve(case["requests"], case.get("shared", 0))
+                    for _ in range(work["rounds"])
+                ]
+                found[case["name"]] = min(runs, key=lambda run: run["took_s"])
     json.dump(found, sys.stdout)
 
 
