@@ -317,6 +317,9 @@ def create_app(
         route_handlers=[
             completions.chat,
             completions.completions,
+            completions.embeddings,
+            completions.messages,
+            completions.count_tokens,
             models.list_models,
             models.one_model,
             health.livez,

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-from backends.base import ChatRequest, Timeouts
+from backends.base import ChatRequest, Previous, Timeouts
 from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
@@ -72,7 +72,7 @@ class Gateway:
                 targets,
                 runtime.upstreams,
                 lambda target, attempt, timeouts: _request(
-                    call, asked, record, runtime, target, attempt, timeouts
+                    call, asked, record, runtime, None, target, attempt, timeouts
                 ),
                 record,
                 health,
@@ -113,6 +113,15 @@ class Gateway:
         record.data.output_limit = asked.output_limit
 
 
+# Where a need comes from, if not from the field of its name.
+_PARAMS = {
+    "json_schema": "response_format",
+    "json_object": "response_format",
+    "embeddings": "model",
+    "completions": "model",
+}
+
+
 def _capable(route: Route, asked: Asked) -> Sequence[Target]:
     """The targets that can do what is asked. Raises BadRequest if none can."""
     targets = capable(route.targets, asked.needs)
@@ -121,7 +130,7 @@ def _capable(route: Route, asked: Asked) -> Sequence[Target]:
         raise BadRequest(
             f"No backend of the model '{route.model}' supports all that this request needs: "
             f"{', '.join(sorted(asked.needs))}.",
-            param="response_format" if need == "json_schema" else need,
+            param=_PARAMS.get(need, need),
             code="unsupported_parameter",
         )
     return targets
@@ -132,6 +141,7 @@ def _request(
     asked: Asked,
     record: OpenRecord,
     runtime: Runtime,
+    previous: Previous | None,
     target: Target,
     attempt: Attempt,
     timeouts: Timeouts,
@@ -146,4 +156,7 @@ def _request(
         request_id=data.request_id,
         traceparent=trace_context.write(data.trace_id, attempt.span_id, sampled=data.sampled),
         cache_salt=runtime.salt(data.tenant_id),
+        created_s=record.now_ns() // 1_000_000_000,
+        vendor_headers=call.vendor_headers,
+        previous=previous,
     )
