@@ -65,6 +65,7 @@ class Previous(Struct, frozen=True):
 
     backend: str | None  # that knows it by its id, if the backend speaks `responses` itself
     items: list[Any]  # the whole conversation until then: what went in, and what came out
+    size: int = 0  # bytes of the items
 
 
 class Chunk(Struct, frozen=True, gc=False):

@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct, field
+from msgspec import Raw, Struct, field, structs
 
+from backends.base import Previous
 from gateway.auth import Credential, read_credential
 from gateway.errors import BadRequest, GatewayError
 from gateway.wire import (
@@ -72,6 +73,16 @@ class Asked(Struct, frozen=True, kw_only=True):
     user: str | None = None  # the end user, as the client names them
     previous: str | None = None  # id of the response that this one goes on from
     stores: bool = False  # the answer is to be kept for such an id
+
+    def going_on_from(self, previous: Previous | None) -> "Asked":
+        """With the earlier conversation, which is read again."""
+        if previous is None:
+            return self
+        return structs.replace(
+            self,
+            text_bytes=self.text_bytes + previous.size,
+            input_estimate=self.input_estimate + previous.size // BYTES_PER_TOKEN,
+        )
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -227,7 +238,7 @@ def _refuse_foreign_state(view: ResponsesBody) -> None:
             param="background",
             code="unsupported_parameter",
         )
-    if not _is_null(view.conversation):
+    if view.conversation is not None:
         raise BadRequest(
             "`conversation` is not supported: send the turns, or `previous_response_id`.",
             param="conversation",

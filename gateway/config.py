@@ -145,6 +145,18 @@ class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1.0
 
 
+class ResponseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long and how much of `/v1/responses` is kept for `previous_response_id`."""
+
+    keep_days: Annotated[
+        float, Meta(gt=0, le=3650, description="Days that a stored response can be used.")
+    ] = 30.0
+    tenant_mb: Annotated[
+        int,
+        Meta(ge=0, description="Megabytes kept for one tenant; the oldest go first. 0: none."),
+    ] = 64
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -156,6 +168,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     health: HealthSettings = HealthSettings()
     limits: LimitSettings = LimitSettings()
     budgets: BudgetSettings = BudgetSettings()
+    responses: ResponseSettings = ResponseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @property

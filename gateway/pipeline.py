@@ -13,6 +13,7 @@ from gateway.dispatch import first_success
 from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
 from gateway.limits import Limits
 from gateway.refusals import Refusals
+from gateway.responses import ResponseStore
 from gateway.routing import Route, Target, capable, plan
 from gateway.runtime import Runtime, RuntimeHolder
 from gateway.stopping import ask_to_stop
@@ -32,12 +33,14 @@ class Gateway:
         limits: Limits,
         ledger: Ledger,
         refusals: Refusals,
+        responses: ResponseStore,
     ) -> None:
         self.runtimes = runtimes
         self.auth = auth
         self.limits = limits
         self.ledger = ledger
         self.refusals = refusals
+        self.responses = responses
         self.draining = False
         self._dice = random.Random()  # noqa: S311  (weights, not secrets)
 
@@ -63,6 +66,8 @@ class Gateway:
                 asked = call.parse()
                 self._asked(record, asked)
                 route = runtime.route(asked.model, caller)
+                previous = await self._previous(caller, asked)
+                asked = asked.going_on_from(previous)
                 targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
                 await self.limits.admit(call, caller, asked, targets)
@@ -72,14 +77,33 @@ class Gateway:
                 targets,
                 runtime.upstreams,
                 lambda target, attempt, timeouts: _request(
-                    call, asked, record, runtime, None, target, attempt, timeouts
+                    call, asked, record, runtime, previous, target, attempt, timeouts
                 ),
                 record,
                 health,
                 attempts=route.attempts,
                 dice=self._dice.random,
             )
-        return Answer(call, asked, live, record)
+        return Answer(call, asked, live, record, previous)
+
+    async def remember(self, answer: Answer, response: bytes) -> None:
+        """Keep a complete answer that its client may go on from. It is settled already."""
+        tenant_id, backend = answer.record.data.tenant_id, answer.backend
+        upstream = self.runtimes.current.upstreams.get(backend)
+        knows_it = upstream is not None and "responses" in upstream.dialect.speaks
+        if tenant_id is not None:
+            await self.responses.keep(
+                tenant_id,
+                body=answer.call.body,
+                previous=answer.previous,
+                backend=backend if knows_it else None,
+                response=response,
+            )
+
+    async def _previous(self, caller: Caller, asked: Asked) -> Previous | None:
+        if asked.previous is None:
+            return None
+        return await self.responses.recall(caller.tenant_id, asked.previous)
 
     def _sampled(self, runtime: Runtime) -> bool:
         share = runtime.config.telemetry.sampling

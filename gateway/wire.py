@@ -130,7 +130,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
-    conversation: Raw = Raw(b"null")
+    conversation: Json = None
     tools: list[dict[str, Raw]] | None = None
     text: TextOptions | None = None
     top_logprobs: int | None = None

@@ -71,6 +71,12 @@ async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
     await serve(scope, receive, send, "embeddings")
 
 
+@asgi(["/v1/responses", "/responses"], opt={"caller": "tenant"}, copy_scope=False)
+async def responses(scope: Scope, receive: Receive, send: Send) -> None:
+    """OpenAI's responses, whole and streamed. Caller: a tenant's key."""
+    await serve(scope, receive, send, "responses")
+
+
 @asgi("/v1/messages", opt={"caller": "tenant"}, copy_scope=False)
 async def messages(scope: Scope, receive: Receive, send: Send) -> None:
     """Anthropic's messages, whole and streamed. Caller: a tenant's key."""
@@ -101,9 +107,9 @@ async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
     try:
         answer = await gateway.complete(call)
         if answer.asked.stream:
-            await _stream(answer, sending, gateway.runtimes.current.config.server.ping_s)
+            await _stream(answer, sending, gateway)
         else:
-            await _whole(answer, sending)
+            await _whole(answer, sending, gateway)
     except ClientGone:
         pass  # settled; there is no one left to answer
     except GatewayError as error:
@@ -353,7 +359,7 @@ async def _until_left_or_done(
                 is_over = True
 
 
-async def _whole(answer: Answer, sending: _Sending) -> None:
+async def _whole(answer: Answer, sending: _Sending, gateway: Gateway) -> None:
     """Settle, then send: the cost is a header, so it must be known before the first byte."""
     data = b""
     try:
@@ -363,6 +369,8 @@ async def _whole(answer: Answer, sending: _Sending) -> None:
                     data = event.data
     except BackendError as error:
         raise as_gateway_error(error) from error
+    if answer.asked.stores:
+        await gateway.remember(answer, data)
     headers = [*WHOLE_HEADERS, *_answer_headers(answer, sending.voice)]
     headers.append((b"content-length", str(len(data)).encode()))
     cost = answer.record.data.cost
@@ -372,7 +380,7 @@ async def _whole(answer: Answer, sending: _Sending) -> None:
     await sending.body(data, more=False)
 
 
-async def _stream(answer: Answer, sending: _Sending, ping_s: float) -> None:
+async def _stream(answer: Answer, sending: _Sending, gateway: Gateway) -> None:
     """Forward each event as it comes. `[DONE]` only after a complete answer; a broken one ends
     with an error event and without it, so that it can never be taken for a whole one."""
     voice, end = sending.voice, None
@@ -382,7 +390,7 @@ async def _stream(answer: Answer, sending: _Sending, ping_s: float) -> None:
             await sending.head(
                 200, [*STREAM_HEADERS, *_answer_headers(answer, voice)], streams=True
             )
-            sending.ping_when_silent(ping_s)
+            sending.ping_when_silent(gateway.runtimes.current.config.server.ping_s)
             async for event in answer.events():
                 if isinstance(event, Chunk):
                     await sending.body(framed(event), more=True)
@@ -393,6 +401,8 @@ async def _stream(answer: Answer, sending: _Sending, ping_s: float) -> None:
     except BackendError as error:
         await _end_in_band(sending, as_gateway_error(error), answer.call.request_id)
     else:
+        if answer.asked.stores and end is not None and end.last is not None:
+            await gateway.remember(answer, voice.response(end.last))
         await sending.body(voice.last(end), more=False)
 
 

@@ -22,6 +22,7 @@ from gateway.wire import (
     EmbeddingsBody,
     ErrorBody,
     MessagesBody,
+    ResponsesBody,
 )
 
 _REFERENCE = "#/components/schemas/"
@@ -40,7 +41,7 @@ _ERRORS = {
 def add_completions(document: OpenAPI) -> None:
     """Add the routes that a model answers to the generated document."""
     bodies: tuple[type, ...] = (
-        *(ChatBody, CompletionBody, EmbeddingsBody, MessagesBody, CountBody),
+        *(ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, MessagesBody, CountBody),
         ErrorBody,
     )
     _, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE + "{name}")
@@ -53,6 +54,7 @@ def add_completions(document: OpenAPI) -> None:
     paths["/v1/chat/completions"] = _path("ChatBody", "Chat completion", "chat")
     paths["/v1/completions"] = _path("CompletionBody", "Text completion", "completions")
     paths["/v1/embeddings"] = _path("EmbeddingsBody", "Embeddings", "embeddings")
+    paths["/v1/responses"] = _path("ResponsesBody", "Response", "responses")
     paths["/v1/messages"] = _path("MessagesBody", "Message (Anthropic)", "messages")
     paths["/v1/messages/count_tokens"] = _path("CountBody", "Count tokens", "count_tokens")
 

@@ -26,6 +26,7 @@ from gateway.errors import (
 from telemetry.record import Surface
 
 _encode: Final = msgspec.json.encode
+_read_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Voice:
@@ -39,6 +40,10 @@ class Voice:
     def last(self, end: End | None) -> bytes:
         """What says that the stream is complete."""
         return b"data: [DONE]\n\n"
+
+    def response(self, last: Chunk) -> bytes:
+        """What is to be kept of an answer that ends with this event."""
+        return last.data
 
     def error(self, error: GatewayError, request_id: str, sent: int) -> bytes:
         """The end of a stream that broke, after `sent` events."""
@@ -66,7 +71,11 @@ class _Named(Voice):
 
 
 class Responses(_Named):
-    """The Responses API: named events with rising numbers."""
+    """The Responses API: named events with rising numbers; the last one holds the response."""
+
+    @override
+    def response(self, last: Chunk) -> bytes:
+        return bytes(_read_fields(last.data)["response"])
 
     @override
     def error(self, error: GatewayError, request_id: str, sent: int) -> bytes:
