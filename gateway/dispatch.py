@@ -128,7 +128,10 @@ async def first_success(
                 await _close(events)
                 raise
             else:
-                health.succeeded(target)
+                if translate.is_asked(asked, upstream.dialect):
+                    health.succeeded(target)
+                else:
+                    health.gave_up(target)  # the answer is ours
                 failed = partial(health.failed, target)
                 return Live(upstream.backend, attempt, held, events, failed)
         if attempts is None or left <= 0 or not again:

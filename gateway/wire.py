@@ -157,6 +157,22 @@ class ModelList(Struct, frozen=True, kw_only=True):
     object: str = "list"
 
 
+class AnthropicModel(Struct, frozen=True, kw_only=True):
+    """One entry of the list as Anthropic's clients read it."""
+
+    id: str
+    display_name: str
+    created_at: str
+    type: str = "model"
+
+
+class AnthropicModelList(Struct, frozen=True, kw_only=True):
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+
 class Problem(Struct, frozen=True, kw_only=True):
     """The inside of every error body."""
 

@@ -39,18 +39,14 @@ _WAYS: Final[dict[Surface, tuple[tuple[Surface, type[Translator]], ...]]] = {
 }
 
 
-def can(surface: Surface, dialect: Dialect) -> bool:
-    """Whether this backend can be asked on this surface, by itself or in translation."""
-    if surface in dialect.speaks:
-        return True
-    if surface == "count_tokens":
-        return can("messages", dialect)
-    return any(can_step(other, dialect) for other, _ in _WAYS.get(surface, ()))
+def is_asked(request: ChatRequest, dialect: Dialect) -> bool:
+    """Whether the backend itself answers this request. A count of tokens may be ours."""
+    return request.surface != "count_tokens" or "count_tokens" in dialect.speaks
 
 
-def can_step(surface: Surface, dialect: Dialect) -> bool:
-    """As `can`, for what a translator makes: chat may be said in messages, messages not again in
-    chat."""
+def _reaches(surface: Surface, dialect: Dialect) -> bool:
+    """Whether what a translator makes gets to the backend: chat may be said in messages, messages
+    not again in chat."""
     return surface in dialect.speaks or (surface == "chat" and "messages" in dialect.speaks)
 
 
@@ -65,7 +61,7 @@ def ask(backend: Backend, dialect: Dialect, request: ChatRequest) -> AsyncIterat
     if surface == "count_tokens":
         return _counted(backend, request)
     for other, kind in _WAYS.get(surface, ()):
-        if can_step(other, dialect):
+        if _reaches(other, dialect):
             return _said(backend, dialect, request, kind(request, dialect))
     return _refused(backend, surface)
 

@@ -637,6 +637,13 @@ async def test_a_cut_message_is_an_error_event(world: World, kind: str) -> None:
             await stream.get_final_message()
 
 
+async def test_models_are_listed_in_each_clients_form(world: World) -> None:
+    """Both clients read the same list, and a model's entry, in their own form."""
+    names = [model.id async for model in world.openai.models.list()]
+    assert names == [model.id async for model in world.anthropic.models.list()]
+    assert (await world.anthropic.models.retrieve("scripted")).id == "scripted"
+
+
 async def test_scripted_speaks_messages(world: World) -> None:
     """The scripted backend answers Anthropic's client too, so that a demo needs no vendor."""
     async with world.anthropic.messages.stream(
