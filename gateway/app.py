@@ -33,6 +33,7 @@ from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
+from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
@@ -239,6 +240,11 @@ async def _build(
         desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
         place=place,
+        idempotency=Idempotency(
+            clock,
+            ttl_s=config.server.idempotency_ttl_s,
+            most_bytes=config.server.idempotency_mb * 1_000_000,
+        ),
     )
     return Service(
         app=app,
@@ -305,12 +311,14 @@ def create_app(
     tenants: Tenants,
     desk: Desk,
     readiness: Readiness,
+    idempotency: Idempotency,
     place: Place | None = None,
 ) -> Litestar:
     """The HTTP face. Every route names in `opt["caller"]` who may call it."""
 
     def keep(config: AppConfig) -> AppConfig:
         config.state.gateway = gateway
+        config.state.idempotency = idempotency
         return config
 
     app = Litestar(

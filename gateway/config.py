@@ -52,6 +52,10 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_body_mb: Annotated[
         int, Meta(ge=1, le=1024, description="Largest request body, megabytes (10^6 bytes).")
     ] = 32
+    body_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Seconds that a request's body may take, and one more per 16 KB."),
+    ] = 30.0
     admin_key: Annotated[
         str | None,
         Meta(
@@ -69,6 +73,12 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest life of a request, seconds, all attempts included.")
     ] = 600.0
+    idempotency_ttl_s: Annotated[
+        float, Meta(gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
+    ] = 3600.0
+    idempotency_mb: Annotated[
+        int, Meta(ge=1, description="Megabytes of such answers that a process keeps at most.")
+    ] = 64
     ping_s: Annotated[
         float,
         Meta(ge=0, description="Silent seconds in a stream until a comment is sent; 0: never."),
