@@ -35,6 +35,7 @@ from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
 from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
+from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
@@ -232,6 +233,18 @@ async def _build(
         runtimes=runtimes, auth=auth, limits=limits, ledger=ledger, refusals=Refusals(clock)
     )
     _watch(metrics, gateway, worker, runtimes)
+    shared_answers = None
+    if config.store.redis is not None:
+        redis = resolve(config.store.redis, environment)
+        shared_answers = SharedAnswers(redis, ttl_s=config.server.idempotency_ttl_s)
+        stack.push_async_callback(shared_answers.aclose)
+    idempotency = Idempotency(
+        clock,
+        ttl_s=config.server.idempotency_ttl_s,
+        most_bytes=config.server.idempotency_mb * 1_000_000,
+        shared=shared_answers,
+    )
+    stack.push_async_callback(idempotency.aclose)
     app = create_app(
         gateway=gateway,
         metrics=metrics,
@@ -240,11 +253,7 @@ async def _build(
         desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
         place=place,
-        idempotency=Idempotency(
-            clock,
-            ttl_s=config.server.idempotency_ttl_s,
-            most_bytes=config.server.idempotency_mb * 1_000_000,
-        ),
+        idempotency=idempotency,
     )
     return Service(
         app=app,

@@ -1,7 +1,8 @@
 """Other proxies, when they are installed: to be measured and judged beside ours in the same minute.
 
 nginx is found on the PATH. `LITELLM=/path/to/bin/litellm` names LiteLLM's command (it lives in an
-environment of its own), `PORTKEY=/path/to/node_modules/@portkey-ai/gateway` Portkey's folder.
+environment of its own), `PORTKEY=/path/to/node_modules/@portkey-ai/gateway` Portkey's folder, and
+`NODE` the node that runs it (its streams fail on node 20).
 """
 
 import contextlib
@@ -142,7 +143,8 @@ def _portkey(upstream: int, folder: Path, model: str) -> Iterator[Peer]:
     """Its open source gateway; it has no key check of its own."""
     port, home = free_port(), Path(os.environ["PORTKEY"])
     version = json.loads((home / "package.json").read_text())["version"]
-    arguments = ["node", str(home / "build" / "start-server.js"), f"--port={port}", "--headless"]
+    node = os.environ.get("NODE", "node")
+    arguments = [node, str(home / "build" / "start-server.js"), f"--port={port}", "--headless"]
     headers = {
         "x-portkey-provider": "openai",
         "x-portkey-custom-host": f"http://127.0.0.1:{upstream}/v1",

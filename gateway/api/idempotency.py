@@ -10,6 +10,7 @@ tenant's own, on its own surface; a replay settles a record of its own, without 
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -17,13 +18,17 @@ from typing import Any
 from litestar.types import Receive, Send
 
 from gateway.api import problems
+from gateway.api.shared_answers import Kept, Running, SharedAnswers
 from gateway.auth import Caller
 from gateway.call import Call
 from gateway.errors import BadRequest, GatewayError, IdempotencyMismatch
+from gateway.limits import StoreGone
 from gateway.pipeline import Gateway
 from telemetry import trace_context
 from telemetry.clock import Clock
 from telemetry.record import Outcome
+
+log = logging.getLogger(__name__)
 
 HEADER = b"idempotency-key"
 REPLAYED = b"idempotent-replayed"
@@ -46,6 +51,7 @@ class Recording:
         self.messages: list[Message] = []
         self.size = 0
         self.is_over = False
+        self.refusal: GatewayError | None = None  # why it never began
         self.task: asyncio.Task[None] | None = None
         self._most = most
         self._more = asyncio.Condition()
@@ -119,7 +125,11 @@ class Idempotency:
 
     Plain counters: `replayed`, `mismatched`."""
 
-    def __init__(self, clock: Clock, *, ttl_s: float, most_bytes: int) -> None:
+    def __init__(
+        self, clock: Clock, *, ttl_s: float, most_bytes: int, shared: SharedAnswers | None = None
+    ) -> None:
+        """`shared`: where replicas find each other's."""
+        self.shared = shared
         self.replayed = 0
         self.mismatched = 0
         self._clock = clock
@@ -127,6 +137,13 @@ class Idempotency:
         self._most_bytes = most_bytes
         self._known: OrderedDict[Name, Recording] = OrderedDict()
         self._bytes = 0
+
+    async def aclose(self) -> None:
+        """End what still runs for clients that left: each says so to whoever follows, and settles."""
+        tasks = [recording.task for recording in self._known.values() if recording.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def find(self, name: Name) -> Recording | None:
         found = self._known.get(name)
@@ -142,14 +159,71 @@ class Idempotency:
         self._known[name] = recording
         return recording
 
-    async def run(self, name: Name, recording: Recording, work: Coroutine[Any, Any, None]) -> None:
-        """The first request's work, to its end."""
+    async def run(
+        self, name: Name, recording: Recording, work: Coroutine[Any, Any, None], *, claimed: bool
+    ) -> None:
+        """The first request's work, to its end. `claimed`: replicas wait for what comes of it."""
+        renewing = None
+        if claimed and self.shared is not None:
+            renewing = asyncio.get_running_loop().create_task(self.shared.renew(name))
         try:
             await work
         finally:
-            await recording.end()
-            if self._known.get(name) is recording:
-                self._keep(name, recording)
+            recording.task = None
+            if renewing is not None:
+                renewing.cancel()
+            await self.over(name, recording)
+            if claimed:
+                await self._publish(name, recording)
+
+    async def over(self, name: Name, recording: Recording) -> None:
+        """Nothing more comes; keep it if it is worth it."""
+        await recording.end()
+        if self._known.get(name) is recording:
+            self._keep(name, recording)
+
+    async def elsewhere(self, name: Name, recording: Recording, wait_s: float) -> bool | None:
+        """Ask the replicas. True: it was answered there, and the recording has it; False: it is
+        claimed, and ours to run; None: they cannot be asked. Raises IdempotencyMismatch."""
+        if self.shared is None:
+            return None
+        mine = Running(recording.request_id, recording.fingerprint)
+        try:
+            found = await self.shared.claim(name, mine, wait_s)
+        except StoreGone:
+            return None
+        if found is None:
+            return False
+        if isinstance(found, Running) or found.fingerprint != recording.fingerprint:
+            recording.refusal = IdempotencyMismatch(_OTHER_BODY)
+            await self.over(name, recording)
+            raise recording.refusal
+        status, headers = found.start
+        recording.request_id = found.request_id
+        start = {"type": "http.response.start", "status": status, "headers": list(headers)}
+        await recording.send(start)
+        for number, part in enumerate(found.parts, 1):
+            more = number < len(found.parts)
+            await recording.send({"type": "http.response.body", "body": part, "more_body": more})
+        await self.over(name, recording)
+        return True
+
+    async def _publish(self, name: Name, recording: Recording) -> None:
+        assert self.shared is not None
+        try:
+            if not recording.is_good:
+                await self.shared.release(name)
+                return
+            first, *rest = recording.messages
+            kept = Kept(
+                recording.request_id,
+                recording.fingerprint,
+                (first["status"], tuple(first["headers"])),
+                tuple(message.get("body", b"") for message in rest),
+            )
+            await self.shared.keep(name, kept)
+        except StoreGone:
+            log.warning("idempotent answer not shared")
 
     def _keep(self, name: Name, recording: Recording) -> None:
         if not recording.is_good:
@@ -210,8 +284,22 @@ async def serve(
     recording = idempotency.find(name)
     if recording is None:
         recording = idempotency.begin(name, call.request_id, fingerprint)
+        wait_s = gateway.runtimes.current.config.server.request_timeout_s
+        try:
+            was_answered = await idempotency.elsewhere(name, recording, wait_s)
+        except IdempotencyMismatch as error:
+            await _refuse(gateway, call, caller, send, error)
+            return
+        except BaseException:
+            await idempotency.over(name, recording)
+            raise
+        if was_answered:
+            idempotency.replayed += 1
+            await _replay(gateway, call, caller, recording, receive, send)
+            return
+        claimed = was_answered is False
         recording.task = asyncio.get_running_loop().create_task(
-            idempotency.run(name, recording, work(recording.send))
+            idempotency.run(name, recording, work(recording.send), claimed=claimed)
         )
         await _while_there(recording.follow(send), receive)
     elif recording.fingerprint != fingerprint:
@@ -259,14 +347,19 @@ async def _replay(
             message = {**message, "headers": [*kept, *own]}
         await send(message)
 
-    outcome = Outcome.CLIENT_DISCONNECT
+    outcome: Outcome | None = Outcome.CLIENT_DISCONNECT
     try:
         if await _while_there(recording.follow(take), receive):
+            if recording.refusal is not None:  # it never began, and neither does this one
+                outcome = None
+                await _refuse(gateway, call, caller, send, recording.refusal)
+                return
             is_ok = bool(status) and status[0] < 400 and recording.is_good
             outcome = Outcome.OK if is_ok else Outcome.CLIENT_ERROR
     finally:
-        code = None if outcome is Outcome.OK else "replayed_failure"
-        _record(gateway, call, caller, outcome, status[0] if status else None, code)
+        if outcome is not None:
+            code = None if outcome is Outcome.OK else "replayed_failure"
+            _record(gateway, call, caller, outcome, status[0] if status else None, code)
 
 
 async def _refuse(

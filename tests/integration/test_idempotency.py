@@ -4,6 +4,7 @@ record of its own; while the first still runs, the second follows it."""
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +13,9 @@ import pytest_asyncio
 
 from backends.settings import Script
 from telemetry.record import Outcome
+from tests import services
 from tests.fakes.gateway import Harness, backend, error_of, route, running
+from tests.services import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -175,3 +178,46 @@ async def test_what_is_kept_is_bounded(gateway: Harness) -> None:
             "idempotent-replayed"
             not in (await ask(gateway, f"large-{stream}", body(stream))).headers
         )
+
+
+async def test_replicas_share_answers(tmp_path: Path) -> None:
+    """On one Redis a key that comes to a replica that does not know it waits for the answer and
+    gets it, whole or streamed; with another body it is refused; and it is generated once."""
+    with services.redis() as server:
+        async with running(tmp_path, store=f'redis = "{server.url}"') as one:
+            one.configure(backend("s", one.scripted_url) + route("m", "s"))
+            known = one.service.app.state.idempotency._known
+            for stream in (False, True):
+                player = one.play(SLOW)
+                first = asyncio.create_task(ask(one, f"shared-{stream}", body(stream)))
+                async with asyncio.timeout(10):
+                    while not player.books.entries:
+                        await asyncio.sleep(0.005)
+                known.clear()  # as another process, which knows nothing
+                again = await ask(one, f"shared-{stream}", body(stream))
+                assert (await first).content == again.content
+                assert again.headers["idempotent-replayed"] == "true"
+                assert (
+                    again.headers["x-meterline-replay-of"] == (await first).headers["x-request-id"]
+                )
+                assert len(player.books.entries) == 1
+                known.clear()
+                other = await ask(one, f"shared-{stream}", body(stream, "something else"))
+                assert other.status_code == 422
+            known.clear()
+            one.play(Script(fail="500"))
+            assert (await ask(one, "fails", body())).status_code == 502
+            one.forget_failures()
+            one.play(Script(output_tokens=1))
+            known.clear()
+            assert (await ask(one, "fails", body())).status_code == 200
+
+
+async def test_redis_away(tmp_path: Path) -> None:
+    """Then each replica knows its own keys, and nobody waits long for that."""
+    async with running(tmp_path, store=f'redis = "redis://127.0.0.1:{free_port()}"') as one:
+        one.configure(backend("s", one.scripted_url) + route("m", "s"))
+        one.play(Script(output_tokens=1))
+        assert (await ask(one, "k", body())).status_code == 200
+        again = await ask(one, "k", body())
+        assert again.headers["idempotent-replayed"] == "true"
