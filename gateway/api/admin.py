@@ -334,13 +334,13 @@ class AdminController(Controller):
     async def list_admins(self, admins: Administrators) -> AdminKeyList:
         return AdminKeyList(data=await admins.keys())
 
-    @delete("/{admin:str}", status_code=200, summary="Revoke an administrator's key at once")
+    @delete("/{admin_id:str}", status_code=200, summary="Revoke an administrator's key at once")
     async def revoke_admin(
         self,
-        admin: Annotated[str, PathParameter(description="The key's id, or its public id.")],
+        admin_id: Annotated[str, PathParameter(description="The key's id, or its public id.")],
         admins: Administrators,
     ) -> AdminKey:
-        return await admins.revoke(admin, actor=ADMIN)
+        return await admins.revoke(admin_id, actor=ADMIN)
 
 
 @get("/audit", tags=["audit"], opt={"area": "audit"}, summary="What administrators did")
