@@ -40,12 +40,13 @@ from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StoreUnavailable
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.limits import CounterClient, Limits, MemoryStore, RedisStore, Slices
 from gateway.pipeline import Gateway
+from gateway.price_snapshot import PriceSnapshot
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
@@ -98,11 +99,18 @@ class Service(Struct, frozen=True, kw_only=True):
 class Prices:
     """The price book in force. Replaced when a book is published, read at each settlement."""
 
-    def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
+    def __init__(self, engine: AsyncEngine, clock: Clock, snapshot: PriceSnapshot) -> None:
         self.book = PriceBook()
         self._published = 0
         self._engine = engine
         self._clock = clock
+        self._snapshot = snapshot
+        self._unpublished: Config | None = None  # the database was away when it was to be
+
+    def restore(self, config: Config) -> None:
+        """The book of before the restart, until the database is back; then the config's."""
+        self.book = self._snapshot.read() or self.book
+        self._unpublished = config
 
     def rate(self, attempt: Attempt) -> tuple[Charge, ...]:
         return rate(attempt, self.book)
@@ -124,7 +132,9 @@ class Prices:
         while True:
             await asyncio.sleep(BOOKS_EVERY_S)
             try:
-                if await books.published_count(self._engine) != self._published:
+                if self._unpublished is not None:
+                    await self.publish(self._unpublished)
+                elif await books.published_count(self._engine) != self._published:
                     await self._load()
             except (SQLAlchemyError, OSError) as error:  # the book in force goes on
                 log.warning("price_books_unreadable", extra={"reason": type(error).__name__})
@@ -133,6 +143,11 @@ class Prices:
         # Counted first: what is published while they are read is found at the next look.
         self._published = await books.published_count(self._engine)
         self.book = await books.load(self._engine)
+        self._unpublished = None
+        try:
+            await asyncio.to_thread(self._snapshot.write, self.book)
+        except OSError as error:
+            log.warning("price_snapshot_failed", extra={"reason": type(error).__name__})
 
 
 @contextlib.asynccontextmanager
@@ -177,19 +192,29 @@ async def _build(
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
     stack.push_async_callback(engine.dispose)
-    await _bring_up_to_date(engine)
-
     ring = KeyRing(*secrets.peppers(config, environment))
     tenants = Tenants(engine, ring, clock)
-    await tenants.verify_pepper()
-    admin_key, new_admin_key = secrets.admin_key(config, environment)
     snapshot = KeySnapshot(data / "key-snapshot", ring)
+    price_snapshot = PriceSnapshot(data / "price-snapshot", ring)
+    is_away = False
+    try:
+        await _bring_up_to_date(engine)
+        await tenants.verify_pepper()
+    except (SQLAlchemyError, OSError, StoreUnavailable) as error:
+        if snapshot.read() is None or price_snapshot.read() is None:
+            raise
+        is_away = True
+        log.warning("started_without_database", extra={"reason": type(error).__name__})
+    admin_key, new_admin_key = secrets.admin_key(config, environment)
     auth = await stack.enter_async_context(
         Auth(tenants, ring, clock, config.auth, snapshot=snapshot)
     )
 
-    prices = Prices(engine, clock)
-    await prices.publish(config)
+    prices = Prices(engine, clock, price_snapshot)
+    if is_away:
+        prices.restore(config)
+    else:
+        await prices.publish(config)
     await stack.enter_async_context(_running(prices.keep_current))
 
     wal = _open_wal(config, clock)

@@ -47,7 +47,7 @@ class KeySnapshot:
         data = _encoder.encode(content)
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(self._ring.digest(_signed(data)).hex().encode() + b"\n" + data)
+            file.write(signature_of(self._ring, data) + b"\n" + data)
         draft.replace(self._path)
 
     def read(self) -> Remembered | None:
@@ -65,6 +65,11 @@ class KeySnapshot:
             return _decoder.decode(data)
         except (msgspec.DecodeError, ValueError):
             return None  # of another version of the gateway
+
+
+def signature_of(ring: KeyRing, data: bytes) -> bytes:
+    """Under the newest pepper."""
+    return ring.digest(_signed(data)).hex().encode()
 
 
 def _signed(data: bytes) -> str:

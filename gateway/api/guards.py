@@ -22,7 +22,8 @@ def guard(admin: Admin) -> Callable[[Connection, BaseRouteHandler], Awaitable[No
     async def may_call(connection: Connection, handler: BaseRouteHandler) -> None:
         credential = read_credential(connection.scope["headers"], connection.scope["client"])
         principal = await admin.identify(credential)
-        principal.require(handler.opt.get("area"), act_of(connection.scope["method"]))
+        method = str(connection.scope.get("method", ""))
+        principal.require(handler.opt.get("area"), act_of(method))
         connection.state.principal = principal
         connection.state.request_id = new_request_id()
 
