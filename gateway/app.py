@@ -52,7 +52,7 @@ from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.snapshot import KeySnapshot
-from gateway.tenants import Tenants, tenant_names
+from gateway.tenants import Tenants, tenant_names, tenant_places
 from gateway.workers import Place
 from telemetry import books, logs
 from telemetry import metrics as metric
@@ -287,7 +287,11 @@ async def _build(
         admin=Admin(admin_key.reveal(), admins=Admins(tenants, ring), auth=auth, clock=clock),
         tenants=tenants,
         ring=ring,
-        desk=Desk(engine, functools.partial(tenant_names, tenants)),
+        desk=Desk(
+            engine,
+            functools.partial(tenant_names, tenants),
+            functools.partial(tenant_places, tenants),
+        ),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
         place=place,
         idempotency=idempotency,
@@ -385,7 +389,7 @@ def create_app(
             health.metrics,
             health.targets,
             create_admin_router(tenants, admin, ring),
-            create_reports_router(desk, admin),
+            create_reports_router(desk, admin, tenants),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),

@@ -57,6 +57,7 @@ from telemetry.database import open_engine
 from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
 from telemetry.money import plain
 from telemetry.redaction import Secret
+from telemetry.reports.chargeback import TenantPlace
 from telemetry.tables import Money, UtcTime
 
 TenantState = Literal["active", "suspended", "deleted"]
@@ -1399,6 +1400,14 @@ async def tenant_names(tenants: Tenants) -> dict[str, str]:
     return {tenant_id: place.path for tenant_id, place in (await tenants.places()).items()}
 
 
+async def tenant_places(tenants: Tenants) -> dict[str, TenantPlace]:
+    """id → where it stands, for reports by level and cost centre."""
+    return {
+        tenant_id: TenantPlace(ids=place.ids, cost_centre=place.cost_centre)
+        for tenant_id, place in (await tenants.places()).items()
+    }
+
+
 __all__ = [
     "AdminKeyRow",
     "Ancestor",
@@ -1425,4 +1434,5 @@ __all__ = [
     "is_within",
     "subtree_ids",
     "tenant_names",
+    "tenant_places",
 ]
