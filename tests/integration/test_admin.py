@@ -674,8 +674,8 @@ def test_a_tree_is_made_and_moved_by_command(run: Run) -> None:
 
 
 def test_a_command_may_be_held_to_a_role(run: Run, tmp_path: Path) -> None:
-    """`--as`: the key's role and tenant hold, and the audit log has its name; a key in plain text is
-    refused."""
+    """`--as`: the key's role and tenant hold, and the audit log has its name; a key in plain text
+    is refused."""
     run("tenant", "create", "acme")
     run("tenant", "create", "search", "--under", "acme")
     run("tenant", "create", "globex")
