@@ -68,7 +68,7 @@ VERSION = version("meterline")
 BOOKS_EVERY_S = 30.0  # how often a running gateway looks for newly published prices
 CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
-LOCAL_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
+LEDGER_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
 
@@ -290,7 +290,7 @@ async def _open_limits(
         provider_of=lambda name: runtimes.current.upstreams[name].backend.provider,
         settings=lambda: (runtimes.current.config.limits, runtimes.current.config.budgets),
         clock=clock,
-        patience_s=LOCAL_PATIENCE_S if shared is None else settings.store_budget_ms / 1000,
+        patience_s=LEDGER_PATIENCE_S,
     )
     if shared is not None:
         shared.on_recovered = limits.recovered

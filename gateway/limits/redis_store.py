@@ -92,7 +92,13 @@ class RedisStore:
     # -- steps
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict:
         """Raises StoreGone within the budget. If it `was_sent`, the server may have admitted all
         the same, and `settle` must be called."""
@@ -101,7 +107,7 @@ class RedisStore:
             raise StoreGone
         prefix = f"ml:{{{tenant}}}:"
         head = (*_head(prefix, [demand.key for demand in demands]), "admit", hold_id, lease_us)
-        reply = await connection.ask((*head, *_flat(demands)))
+        reply = await connection.ask((*head, *_flat(demands)), within_s=within_s)
         if isinstance(reply, Exception):
             raise self._failed(reply)
         return _verdict(reply)

@@ -22,11 +22,18 @@ class StoreGone(Exception):
 
 
 class Store(Protocol):
-    """One atomic step for each call. `settle` neither waits nor raises: what the store cannot take
+    """One atomic step for each call. `within_s`: less time than the store's own budget, for a
+    request that has used some of it. `settle` neither waits nor raises: what the store cannot take
     now it is told when it is back."""
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict: ...
 
     def settle(self, tenant: str, hold_id: str, actual: Sequence[int], ended_us: int) -> None: ...
@@ -67,7 +74,13 @@ class MemoryStore:
         return arithmetic.admit(self._state(tenant), now_us, hold_id, lease_us, demands)
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict:
         return self.try_admit(tenant, hold_id, lease_us, demands)
 

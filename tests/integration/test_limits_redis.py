@@ -233,3 +233,20 @@ async def _until(condition: object) -> None:
     while not condition():  # type: ignore[operator]  # a function without arguments
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_process_that_slept_is_no_outage(redis: services.Redis) -> None:
+    """Replies that came while this process did not run are read, however late it is: nobody is
+    refused, and no hold is left behind for one that the server admitted."""
+    async with RedisStore(redis.url, node="sleeper", budget_s=0.05) as store:
+        asked = [
+            asyncio.ensure_future(
+                store.admit("z", f"h{n}", LEASE_US, (window(7),), within_s=within)
+            )
+            for n, within in enumerate([None, 0.02] * 5)
+        ]
+        await asyncio.sleep(0)  # they are sent
+        time.sleep(0.3)  # the process sleeps, not only the test
+        verdicts = await asyncio.gather(*asked)
+        assert sum(verdict.admitted for verdict in verdicts) == 7
+        assert store.outages == 0

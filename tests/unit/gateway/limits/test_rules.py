@@ -5,9 +5,10 @@ from typing import Any
 
 from gateway.allowances import Budget, BudgetSettings, Limit, LimitDefaults, LimitSettings
 from gateway.auth import Caller
-from gateway.limits.admission import duration
 from gateway.limits.arithmetic import MOST
-from gateway.limits.rules import Rules, Taken, Used, Wanted, actual
+from gateway.limits.rules import Rules, Wanted
+from gateway.limits.taken import Taken, Used
+from gateway.limits.words import duration
 from telemetry.ids import KeyId, TenantId
 
 
@@ -79,7 +80,7 @@ def test_a_model_that_was_not_asked_took_nothing() -> None:
     used = Used(input_tokens=10, output_tokens=5, spend_nano=7)
     taken = Taken(total=used, models={"a": used})
     made = rules(limit("model", None, 100, "tokens"), limit("model", None, 100, "spend"))
-    amounts = [(rule.subject, actual(rule, taken)) for rule in made.of(None, "m", ("a", "b"))]
+    amounts = [(rule.subject, rule.actual(taken)) for rule in made.of(None, "m", ("a", "b"))]
     assert sorted(amounts) == [("a", 7), ("a", 15), ("b", 0), ("b", 0)]
 
 

@@ -1,0 +1,158 @@
+"""What a client is told about its limits: refusals that name the limit that binds and when it
+frees, and the `x-ratelimit-*` headers. Pure.
+
+Invariant: a message is about the caller's own limits only, and a refusal that waiting cannot cure
+says what can.
+"""
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Final
+
+from gateway.allowances import NANO
+from gateway.errors import (
+    BudgetSpent,
+    ConcurrencyFull,
+    GatewayError,
+    LimitsUnavailable,
+    RateLimited,
+    TooLargeForLimit,
+)
+from gateway.limits.arithmetic import NEVER, Demand, Room, Verdict
+from gateway.limits.rules import Rule
+
+OF: Final = {
+    "tenant": "your account",
+    "key": "this API key",
+    "user": "this end user",
+    "route": "this model",
+    "model": "a model behind this route",
+}
+WHAT: Final = {
+    "requests": "requests",
+    "input_tokens": "input tokens",
+    "output_tokens": "output tokens",
+    "tokens": "tokens",
+    "spend": "spend",
+    "concurrency": "concurrent requests",
+}
+PERIODS: Final = {60_000_000: "minute", 3_600_000_000: "hour", 86_400_000_000: "day"}
+WINDOWS: Final = {
+    "hour": "hourly",
+    "day": "daily",
+    "week": "weekly",
+    "month": "monthly",
+    "lifetime": "lifetime",
+}
+TOKENS: Final = frozenset({"tokens", "input_tokens", "output_tokens"})
+
+
+def strict_refusal() -> LimitsUnavailable:
+    """A strict limit, and nobody to ask."""
+    return LimitsUnavailable(
+        "A limit of this request cannot be checked right now. Retry shortly.", retry_after_s=1.0
+    )
+
+
+def refusal(
+    rule: Rule, demand: Demand, verdict: Verdict, *, by_slice: bool, ends_in_us: int | None
+) -> GatewayError:
+    """`by_slice`: this replica's share of the limit refused, while the shared counters are away.
+    `ends_in_us`: when the budget's window ends."""
+    allowed = _allowed(rule)
+    if rule.limit and demand.amount > rule.limit:
+        return _too_large(rule, demand, allowed)
+    if by_slice and rule.limit and (rule.budget is not None or verdict.wait_us == NEVER):
+        return LimitsUnavailable(
+            f"{allowed}; the shared counters are away and this replica's share does not hold this "
+            "request. Retry shortly.",
+            retry_after_s=1.0,
+        )
+    if rule.budget is not None:
+        left = dollars(verdict.rooms[verdict.binding].remaining)
+        when = "" if ends_in_us is None else f" It begins anew in {duration(ends_in_us)}."
+        return BudgetSpent(
+            f"The {_budget(rule)} has {left} left, and this request could cost up to "
+            f"{dollars(demand.amount)}.{when}",
+            retry_after_s=None if ends_in_us is None else ends_in_us / 1e6,
+        )
+    if rule.limit == 0:
+        return TooLargeForLimit(f"{allowed}: none. Ask your administrator.")
+    if rule.counts == "concurrency":
+        return ConcurrencyFull(
+            f"{allowed}, and as many are running. Retry when one has ended.", retry_after_s=1.0
+        )
+    return RateLimited(
+        f"{allowed}, and they are used up. Retry in {duration(verdict.wait_us)}.",
+        retry_after_s=verdict.wait_us / 1e6,
+    )
+
+
+def _too_large(rule: Rule, demand: Demand, allowed: str) -> GatewayError:
+    if rule.budget is not None:
+        return BudgetSpent(
+            f"This request could cost up to {dollars(demand.amount)}, more than the whole "
+            f"{_budget(rule)}. Shorten it, lower max_tokens, or ask your administrator for a "
+            "larger budget."
+        )
+    asked = _amount(rule, demand.amount)
+    return TooLargeForLimit(
+        f"{allowed}, and this request alone could take {asked}. Shorten it or lower max_tokens."
+    )
+
+
+def _allowed(rule: Rule) -> str:
+    if rule.budget is not None:
+        return f"There is a {_budget(rule)}"
+    what = f"{_amount(rule, rule.limit)} {WHAT[rule.counts]}"
+    if rule.counts != "concurrency":
+        what += f" per {PERIODS.get(rule.period_us, f'{rule.period_us // 1_000_000} seconds')}"
+    return f"{what} are allowed for {OF[rule.scope]}"
+
+
+def _budget(rule: Rule) -> str:
+    assert rule.budget is not None
+    window = WINDOWS.get(rule.budget.window, f"{rule.budget.hours}-hour")
+    return f"{window} budget of {dollars(rule.limit)} of {OF[rule.scope]}"
+
+
+def _amount(rule: Rule, amount: int) -> str:
+    return dollars(amount) if rule.counts == "spend" else str(amount)
+
+
+def headers(rules: Sequence[Rule], rooms: Sequence[Room]) -> Mapping[str, str]:
+    """`x-ratelimit-*` of the most binding limit on requests and on tokens."""
+    found: dict[str, str] = {}
+    nearest: dict[str, tuple[float, Rule, Room]] = {}
+    for rule, room in zip(rules, rooms, strict=False):
+        name = "tokens" if rule.counts in TOKENS else rule.counts
+        if name in ("requests", "tokens"):
+            share = room.remaining / rule.limit if rule.limit else 0.0
+            if name not in nearest or share < nearest[name][0]:
+                nearest[name] = (share, rule, room)
+    for name, (_, rule, room) in nearest.items():
+        found[f"x-ratelimit-limit-{name}"] = str(rule.limit)
+        found[f"x-ratelimit-remaining-{name}"] = str(room.remaining)
+        found[f"x-ratelimit-reset-{name}"] = duration(room.reset_us)
+    return found
+
+
+def duration(us: int) -> str:
+    """As Go writes durations: `12ms`, `1.5s`, `6m0s`, `1h0m0s`."""
+    ms = max(0, -(-us // 1000))
+    if ms < 1000:
+        return f"{ms}ms"
+    seconds, rest = divmod(ms, 1000)
+    part = f".{rest:03d}".rstrip("0") if rest else ""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{seconds}{part}s"
+    return f"{minutes}m{seconds}{part}s" if minutes else f"{seconds}{part}s"
+
+
+def dollars(nano: int) -> str:
+    text = f"{Decimal(nano) / NANO:f}"
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return f"${text}"
