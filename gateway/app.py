@@ -466,6 +466,8 @@ def _watch_limits(metrics: Metrics, limits: Limits) -> None:
     metrics.watch(metric.LIMIT_HOLDS, lambda: limits.open_holds)
     metrics.watch(metric.SLICE_ADMITTED, lambda: counts.sliced)
     metrics.watch(metric.BUDGET_OVERRUNS, lambda: counts.soft_overruns)
+    metrics.watch(metric.BUDGET_DOWNGRADES, lambda: counts.downgraded)
+    metrics.watch(metric.STREAMS_CUT, lambda: counts.streams_ended)
 
 
 def _residual(worker: LedgerWorker, law: str) -> float:

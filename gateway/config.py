@@ -123,6 +123,13 @@ class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "target once."
         ),
     ] = None
+    cheaper: Annotated[
+        str | None,
+        Meta(
+            description="Model of the route that answers when a budget of mode downgrade is spent "
+            "and names none itself."
+        ),
+    ] = None
 
 
 class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -284,6 +291,9 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
+    for index, route in enumerate(config.routes):
+        if route.cheaper is not None and route.cheaper not in models - {route.model}:
+            problems.append(f"routes[{index}].cheaper: no other route `{route.cheaper}`")
     problems += _allowance_problems(config)
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):

@@ -10,7 +10,14 @@ from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
 from gateway.dispatch import first_success
-from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
+from gateway.errors import (
+    BadRequest,
+    Downgrades,
+    Draining,
+    LedgerUnavailable,
+    ModelUnknown,
+    Unauthenticated,
+)
 from gateway.limits import Limits
 from gateway.refusals import Refusals
 from gateway.routing import Route, Target, capable, plan
@@ -19,6 +26,9 @@ from gateway.stopping import ask_to_stop
 from telemetry import trace_context
 from telemetry.ledger import Ledger, OpenRecord, WalUnavailable
 from telemetry.record import Attempt
+
+DEGRADED = "x-meterline-degraded"
+CHEAPER = "cheaper-model;budget"  # rung; reason
 
 
 class Gateway:
@@ -65,7 +75,13 @@ class Gateway:
                 route = runtime.route(asked.model, caller)
                 targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
-                await self.limits.admit(call, caller, asked, targets)
+                try:
+                    await self.limits.admit(call, caller, asked, targets)
+                except Downgrades as spent:
+                    route = self._cheaper(call, caller, route, spent, runtime)
+                    targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
+                    record.data.degraded = call.answer_headers[DEGRADED] = CHEAPER
+                    await self.limits.admit(call, caller, asked, targets, is_downgraded=True)
                 self._intend(record)  # in the log before anything is spent
             call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             live = await first_success(
@@ -79,7 +95,7 @@ class Gateway:
                 attempts=route.attempts,
                 dice=self._dice.random,
             )
-        return Answer(call, asked, live, record)
+        return Answer(call, asked, live, record, self.limits.growth(call.request_id))
 
     def _sampled(self, runtime: Runtime) -> bool:
         share = runtime.config.telemetry.sampling
@@ -95,6 +111,20 @@ class Gateway:
         record.data.tenant_id = caller.tenant_id
         record.data.key_id = caller.key_id
         return caller
+
+    @staticmethod
+    def _cheaper(
+        call: Call, caller: Caller, route: Route, spent: Downgrades, runtime: Runtime
+    ) -> Route:
+        """The route that a spent budget goes on with. Raises `spent` if there is none that this
+        caller may use, or if it wants no other."""
+        to = spent.to or route.cheaper
+        if to is None or to == route.model or not call.may_degrade():
+            raise spent
+        try:
+            return runtime.route(to, caller)
+        except ModelUnknown:
+            raise spent from None
 
     @staticmethod
     def _intend(record: OpenRecord) -> None:

@@ -351,6 +351,16 @@ BUDGET_OVERRUNS = _counter(
     "budgets",
     "Soft budgets that were overrun, once per budget and window.",
 )
+BUDGET_DOWNGRADES = _counter(
+    "meterline_budget_downgrades_total",
+    "requests",
+    "Requests that a spent budget of mode downgrade sent to a cheaper model.",
+)
+STREAMS_CUT = _counter(
+    "meterline_budget_streams_ended_total",
+    "requests",
+    "Streams without max_tokens that ended because no budget held more of them.",
+)
 ADMITTED = _counter(
     "meterline_admitted_total",
     "requests",
@@ -475,6 +485,7 @@ GATEWAY: tuple[Metric, ...] = (
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, IN_FLIGHT, OPEN_STREAMS, ATTEMPTS),
     *(CIRCUIT_STATE, CIRCUIT_OPENED),
     *(LIMIT_REFUSALS, LIMITS_DEGRADED, LIMIT_HOLDS, SLICE_ADMITTED, BUDGET_OVERRUNS),
+    *(BUDGET_DOWNGRADES, STREAMS_CUT),
     *(STREAM_DISCONNECTS, UNAUTHENTICATED, TOKENS, COST, UNPRICED_USAGE),
     *(AMBIGUOUS_USAGE, USAGE_CONFLICTS, ADMITTED, SETTLED, SWEPT, INTENTS_OPEN),
     *(WAL_APPENDED, WAL_SHIPPED, WAL_PENDING_BYTES, WAL_OLDEST_PENDING, WAL_FSYNC),

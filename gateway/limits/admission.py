@@ -25,6 +25,7 @@ from gateway.limits import words
 from gateway.limits.arithmetic import MINUTE_US, MOST, BudgetState, Demand, Kind, Verdict
 from gateway.limits.estimate import Estimator
 from gateway.limits.follow import Follower, SpendSource
+from gateway.limits.growth import Growth
 from gateway.limits.rules import Rule, Rules, Wanted, Windows
 from gateway.limits.slices import Slices
 from gateway.limits.store import MemoryStore, Store, StoreGone
@@ -32,7 +33,7 @@ from gateway.limits.taken import taken_by
 from gateway.routing import Target
 from telemetry.clock import Clock
 from telemetry.pricing import PriceBook
-from telemetry.record import RequestRecord
+from telemetry.record import Attempt, Outcome, RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class _Hold(Struct, kw_only=True):
     in_store: bool  # the shared store may have it
     by_slice: bool = False  # who decided
     waited_s: float = 0.0  # for the store
+    output_tokens: int = 0  # held, of a request that may grow
+    grown: list[tuple[str, Sequence[int]]] = []  # in the slice: what it grew by during an outage
 
 
 class Counts:
@@ -60,6 +63,8 @@ class Counts:
     def __init__(self) -> None:
         self.refused: dict[tuple[str, str], int] = {}  # (scope, counts)
         self.soft_overruns = 0
+        self.streams_ended = 0  # before their end, since no budget held more of them
+        self.downgraded = 0  # requests that a cheaper model was to answer
         self.sliced = 0  # requests admitted by the slice
 
     def of(self, scope: str, counted: str) -> int:
@@ -127,16 +132,29 @@ class Limits:
 
     # -- admit
 
-    async def admit(self, call: Call, caller: Caller, asked: Asked, plan: Sequence[Target]) -> None:
-        """Hold the worst case of this request on every limit, or raise what refuses it."""
+    async def admit(
+        self,
+        call: Call,
+        caller: Caller,
+        asked: Asked,
+        plan: Sequence[Target],
+        *,
+        is_downgraded: bool = False,
+    ) -> None:
+        """Hold the worst case of this request on every limit, or raise what refuses it; that is
+        `Downgrades` if it may be asked again with a cheaper plan, and `is_downgraded`."""
         models = tuple(dict.fromkeys(target.model for target in plan))
         compiled = self._rules_of(caller)
         rules = compiled.of(asked.user, asked.model, models)
+        if is_downgraded:
+            rules = _without_bite(rules, "downgrade")
+            self.counts.downgraded += 1
         hold = _Hold(root=compiled.root, rules=rules, demands=(), asked=asked, in_store=False)
         self._holds[call.request_id] = hold  # first: whatever happens now is settled
         if not rules:
             return
         wanted = self._wanted(asked, plan, models)
+        hold.output_tokens = wanted.output_tokens
         verdict = await self._decide(call, hold, wanted)
         if not verdict.admitted:
             budget = rules[verdict.binding].budget
@@ -262,12 +280,6 @@ class Limits:
     def _throttle(self, hold: _Hold, spent: Rule) -> None:
         """A spent budget of mode throttle lets some through, each minute."""
         assert spent.budget is not None
-        slow = [
-            replace(rule, budget=replace(rule.budget, mode="soft"))
-            if rule.budget is not None and rule.budget.mode == "throttle"
-            else rule
-            for rule in hold.rules
-        ]
         pace = replace(
             spent,
             key=f"t:{spent.key}",
@@ -277,7 +289,7 @@ class Limits:
             period_us=MINUTE_US,
             budget=None,
         )
-        hold.rules = [*slow, pace]
+        hold.rules = [*_without_bite(hold.rules, "throttle"), pace]
 
     def _refusal(self, hold: _Hold, verdict: Verdict) -> GatewayError:
         """Names the limit that binds and when it frees."""
@@ -290,7 +302,10 @@ class Limits:
             now_us = self._clock.now_ns() // 1000
             end_us = self._windows.now(rule.budget, now_us).end_us
             ends_in_us = None if end_us is None else end_us - now_us
-        return words.refusal(rule, demand, verdict, by_slice=hold.by_slice, ends_in_us=ends_in_us)
+        found = words.refusal(rule, demand, verdict, by_slice=hold.by_slice, ends_in_us=ends_in_us)
+        if rule.budget is not None and rule.budget.mode == "downgrade":
+            return words.downgrades(found, rule.budget.downgrade_to)
+        return found
 
     def _alert(self, hold: _Hold, verdict: Verdict) -> None:
         """Once per window for each soft budget that is overrun."""
@@ -309,6 +324,63 @@ class Limits:
                     extra={"tenant": rule.owner, "budget": rule.budget.id, "scope": rule.scope},
                 )
 
+    # -- grow
+
+    def growth(self, request_id: str) -> Growth | None:
+        """For a request that did not say how long its answer may get, and has a budget that can
+        refuse."""
+        hold = self._holds.get(request_id)
+        if hold is None or hold.asked.output_limit is not None:
+            return None
+        if not any(_may_refuse(rule) for rule in hold.rules):
+            return None
+
+        async def ask(attempt: Attempt, tokens: int) -> bool:
+            return await self._extend(request_id, hold, attempt, tokens)
+
+        return Growth(hold.output_tokens, ask)
+
+    async def _extend(self, request_id: str, hold: _Hold, attempt: Attempt, tokens: int) -> bool:
+        """Hold that many output tokens more on every budget that can refuse."""
+        if self._holds.get(request_id) is not hold:
+            return True  # it has been settled meanwhile
+        nano = self.estimator.money_nano(
+            self._prices(),
+            backend=attempt.backend,
+            provider=attempt.provider,
+            model=attempt.model,
+            input_tokens=0,
+            output_tokens=tokens,
+            now_ns=self._clock.now_ns(),
+        )
+        if not nano:
+            return True
+        more = [nano if _may_refuse(rule) else 0 for rule in hold.rules]
+        if hold.in_store:
+            try:
+                answer = await self.store.extend(hold.root, request_id, more)
+            except StoreGone as error:
+                self._say_why(error)
+                answer = None
+            if answer is not None:
+                return answer
+        return self._extend_by_slice(request_id, hold, more)
+
+    def _extend_by_slice(self, request_id: str, hold: _Hold, more: Sequence[int]) -> bool:
+        if any(rule.is_strict for rule, amount in zip(hold.rules, more, strict=True) if amount):
+            return False
+        parts = [
+            replace(demand, amount=amount)
+            for demand, amount in zip(hold.demands, more, strict=True)
+            if amount
+        ]
+        hold_id = f"{request_id}+{len(hold.grown)}"
+        lease_us = _lease_us(self._settings()[0])
+        verdict = self._slices.admit(hold.root, hold_id, lease_us, parts, self._replicas())
+        if verdict.admitted:
+            hold.grown = [*hold.grown, (hold_id, [part.amount for part in parts])]
+        return verdict.admitted
+
     # -- settle
 
     def settle(self, record: RequestRecord) -> None:
@@ -320,11 +392,15 @@ class Limits:
         self.estimator.learn(record, asked.text_bytes, asked.images, asked.choices)
         if not hold.demands:
             return
+        was_ended = record.outcome is Outcome.BUDGET_REFUSED and record.attempts
+        self.counts.streams_ended += bool(was_ended)
         taken = taken_by(record)
         amounts = [rule.actual(taken) for rule in hold.rules]
         ended_us = (record.ended_ns or 0) // 1000
         if hold.by_slice:
             self._slices.settle(hold.root, record.request_id, amounts, ended_us)
+        for hold_id, grown in hold.grown:
+            self._slices.settle(hold.root, hold_id, grown, ended_us)
         if hold.in_store:
             self.store.settle(hold.root, record.request_id, amounts, ended_us)
 
@@ -352,6 +428,8 @@ class Limits:
                 by_root.setdefault(hold.root, []).append(request_id)
             if hold.by_slice:
                 self._slices.renew(hold.root, request_id, lease_us)
+            for hold_id, _ in hold.grown:
+                self._slices.renew(hold.root, hold_id, lease_us)
         for root, hold_ids in by_root.items():
             await self.store.renew(root, hold_ids, lease_us)
 
@@ -377,6 +455,20 @@ class Limits:
                 continue  # said elsewhere; holds have two more renewals before they end
             except Exception:  # a background loop: logged, and it goes on
                 log.exception("limits: upkeep failed")
+
+
+def _without_bite(rules: Sequence[Rule], mode: str) -> list[Rule]:
+    """Budgets of a mode count, and no longer refuse."""
+    return [
+        replace(rule, budget=replace(rule.budget, mode="soft"))
+        if rule.budget is not None and rule.budget.mode == mode
+        else rule
+        for rule in rules
+    ]
+
+
+def _may_refuse(rule: Rule) -> bool:
+    return rule.budget is not None and rule.budget.mode == "hard"
 
 
 def _lease_us(settings: LimitSettings) -> int:

@@ -141,6 +141,10 @@ class RedisStore:
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None:
         await self._call(_head(f"ml:{{{tenant}}}:", ()), "renew", lease_us, *hold_ids)
 
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        answer = await self._call(_head(f"ml:{{{tenant}}}:", ()), "extend", hold_id, *more)
+        return None if answer < 0 else bool(answer)
+
     async def rebase(self, tenant: str, spent: Spent) -> None:
         flat = [part for item in spent.slots.items() for part in item]
         await self._call(

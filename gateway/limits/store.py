@@ -40,6 +40,10 @@ class Store(Protocol):
 
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None: ...
 
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        """None: the store no longer knows the hold."""
+        ...
+
     async def rebase(self, tenant: str, spent: Spent) -> None: ...
 
     async def budget(self, tenant: str, key: str) -> BudgetState | None: ...
@@ -92,6 +96,9 @@ class MemoryStore:
 
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None:
         arithmetic.renew(self._state(tenant), self.now_us(), hold_ids, lease_us)
+
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        return arithmetic.extend(self._state(tenant), self.now_us(), hold_id, more)
 
     def try_rebase(self, tenant: str, spent: Spent) -> None:
         arithmetic.rebase(self._state(tenant), spent)

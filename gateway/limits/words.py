@@ -13,6 +13,7 @@ from gateway.allowances import NANO
 from gateway.errors import (
     BudgetSpent,
     ConcurrencyFull,
+    Downgrades,
     GatewayError,
     LimitsUnavailable,
     RateLimited,
@@ -86,6 +87,15 @@ def refusal(
         f"{allowed}, and they are used up. Retry in {duration(verdict.wait_us)}.",
         retry_after_s=verdict.wait_us / 1e6,
     )
+
+
+def downgrades(refused: GatewayError, to: str | None) -> GatewayError:
+    """The same refusal, of a budget that lets a cheaper model answer."""
+    if not isinstance(refused, BudgetSpent):
+        return refused
+    found = Downgrades(refused.message, retry_after_s=refused.retry_after_s)
+    found.to = to
+    return found
 
 
 def _too_large(rule: Rule, demand: Demand, allowed: str) -> GatewayError:
