@@ -23,7 +23,7 @@ from typing_extensions import override
 from gateway.allowances import Budget, Limit
 from gateway.errors import StoreUnavailable, Unauthenticated
 from gateway.keys import KEY, KeyRing, ModelAllow
-from gateway.tenants import Identity
+from gateway.tenants import Ancestor, Identity
 from telemetry.clock import Clock
 from telemetry.ids import KeyId, TenantId
 
@@ -87,6 +87,7 @@ class Caller(Struct, frozen=True, kw_only=True):
     model_allow: ModelAllow | None  # None: all
     limits: tuple[Limit, ...] = ()  # of the tenant; which of them apply is decided at admission
     budgets: tuple[Budget, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()  # nearest first; the limits and budgets of each bind too
 
     def may_use(self, model: str) -> bool:
         return self.model_allow is None or self.model_allow.allows(model)
@@ -306,10 +307,11 @@ class Auth:
 
 def _known(identity: Identity) -> _Known:
     ends = [at for at in (identity.expires_at, identity.grace_until) if at is not None]
+    states = {identity.tenant_state, *(above.state for above in identity.ancestors)}
     refusal = None
-    if identity.revoked_at is not None or identity.tenant_state == "deleted":
+    if identity.revoked_at is not None or "deleted" in states:
         refusal = REVOKED
-    elif identity.tenant_state == "suspended":
+    elif "suspended" in states:
         refusal = SUSPENDED
     return _Known(
         digest=identity.secret_hmac,
@@ -320,6 +322,7 @@ def _known(identity: Identity) -> _Known:
             model_allow=None if identity.model_allow is None else ModelAllow(identity.model_allow),
             limits=identity.limits,
             budgets=identity.budgets,
+            ancestors=identity.ancestors,
         ),
         refusal=refusal,
         ends_ns=min(round(at.timestamp() * 1e9) for at in ends) if ends else _NEVER,

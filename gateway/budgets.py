@@ -7,7 +7,7 @@ hours are rolled up and from the charges themselves where they are not.
 """
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from gateway.tenants import (
     find_key,
     find_tenant,
     limits_of,
+    subtree_ids,
     translating_database_errors,
 )
 from telemetry.ids import new_key_id
@@ -48,6 +49,7 @@ from telemetry.tables import ChargeLineRow, DirtyHourRow, RequestRow, RollupRow,
 
 MAX_PER_TENANT = 1000
 HOUR = timedelta(hours=1)
+Where = Mapping[str, Sequence[str]]  # column → its values
 Allowance = TypeVar("Allowance", Limit, Budget)
 
 LINES: Any = ChargeLineRow.__table__
@@ -220,25 +222,30 @@ class LedgerSpend:
 
     async def of(
         self,
-        filters: dict[str, str],
+        owner: str,
+        filters: Mapping[str, str],
         *,
         start_us: int,
         cut: int,
         grain_us: int,
         all_slots: bool = False,
     ) -> Spend:
-        """`filters`: column → value. `start_us`: the window's; attempts count by when they began.
-        `all_slots`: also what is before the cut by slot, for windows that slide."""
+        """Of a tenant and all below it. `filters`: column → value. `start_us`: the window's;
+        attempts count by when they began. `all_slots`: also what is before the cut by slot, for windows that slide."""
         start = _time(start_us)
         with translating_database_errors():
             async with self._engine.connect() as db:
+                async with AsyncSession(bind=db) as session:
+                    tenants = await subtree_ids(session, owner)
+                where: dict[str, Sequence[str]] = {"tenant_id": tenants or [owner]}
+                where |= {column: [value] for column, value in filters.items()}
                 rolled = Decimal(0)
                 since = start
                 if not all_slots:
                     since = await _rolled_until(db, start, _time(cut * grain_us))
-                    rolled = await _rolled(db, filters, start, since)
-                    rolled += await _edge(db, filters, start)
-                slots = await _by_slot(db, filters, max(since, start), grain_us)
+                    rolled = await _rolled(db, where, start, since)
+                    rolled += await _edge(db, where, start)
+                slots = await _by_slot(db, where, max(since, start), grain_us)
         early = sum((v for slot, v in slots.items() if slot < cut and not all_slots), Decimal(0))
         return Spend(
             _nano(rolled + early),
@@ -263,14 +270,12 @@ def _whole_hour(start: datetime) -> datetime:
     return floor if floor == start else floor + HOUR
 
 
-async def _rolled(
-    db: AsyncConnection, filters: dict[str, str], start: datetime, until: datetime
-) -> Decimal:
+async def _rolled(db: AsyncConnection, where: Where, start: datetime, until: datetime) -> Decimal:
     query = select(ROLLUPS.c.amount).where(
         ROLLUPS.c.hour >= _whole_hour(start), ROLLUPS.c.hour < until, ROLLUPS.c.currency == "USD"
     )
-    for column, value in filters.items():
-        query = query.where(ROLLUPS.c[column] == value)
+    for column, values in where.items():
+        query = query.where(ROLLUPS.c[column].in_(values))
     total = Decimal(0)
     async with AsyncSession(bind=db) as session:
         async for amount in await session.stream_scalars(query):
@@ -278,25 +283,25 @@ async def _rolled(
     return total
 
 
-async def _edge(db: AsyncConnection, filters: dict[str, str], start: datetime) -> Decimal:
+async def _edge(db: AsyncConnection, where: Where, start: datetime) -> Decimal:
     """Zones that are not whole hours from UTC: the part of an hour at the window's start."""
     end = _whole_hour(start)
     if end == start:
         return Decimal(0)
-    return sum((amount for amount, _ in await _lines(db, filters, start, end)), Decimal(0))
+    return sum((amount for amount, _ in await _lines(db, where, start, end)), Decimal(0))
 
 
 async def _by_slot(
-    db: AsyncConnection, filters: dict[str, str], since: datetime, grain_us: int
+    db: AsyncConnection, where: Where, since: datetime, grain_us: int
 ) -> dict[int, Decimal]:
     slots: dict[int, Decimal] = defaultdict(Decimal)
-    for amount, ended in await _lines(db, filters, since, None):
+    for amount, ended in await _lines(db, where, since, None):
         slots[_us(ended) // grain_us] += amount
     return slots
 
 
 async def _lines(
-    db: AsyncConnection, filters: dict[str, str], since: datetime, until: datetime | None
+    db: AsyncConnection, where: Where, since: datetime, until: datetime | None
 ) -> list[tuple[Decimal, datetime]]:
     query = (
         select(LINES.c.amount, REQUESTS.c.ended_at)
@@ -311,8 +316,8 @@ async def _lines(
     )
     if until is not None:
         query = query.where(EVENTS.c.occurred_at < until)
-    for column, value in filters.items():
-        query = query.where(LINES.c[column] == value)
+    for column, values in where.items():
+        query = query.where(LINES.c[column].in_(values))
     return [(amount, ended) for amount, ended in await db.execute(query)]
 
 

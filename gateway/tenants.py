@@ -1,5 +1,8 @@
 """Tenants, their API keys and the audit log: tables, queries, and nothing else that knows SQL.
 
+Tenants are a tree (organisation, team, project, to any depth up to `MAX_DEPTH`): what a tenant may
+take, its ancestors must allow too, and who suspends one suspends all below it.
+
 Serves SQLite and PostgreSQL alike. Must not know HTTP, caches or how a credential arrives.
 Invariants: every write is one transaction that starts by taking the next number of
 `identity_state` (so writes are serial, and numbers appear in commit order), stamps the rows it
@@ -8,7 +11,7 @@ changed since. No row is ever deleted: usage refers to them for years.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,6 +24,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 from sqlalchemy import (
+    CTE,
     JSON,
     BigInteger,
     Boolean,
@@ -29,8 +33,10 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
+    Select,
     String,
     event,
+    func,
     or_,
     select,
     text,
@@ -55,6 +61,10 @@ KeyState = Literal["active", "rotated", "expired", "revoked"]
 
 NAME: Final = re.compile(r"\w(?:[\w .@+-]{0,62}[\w.@+-])?")
 LABEL: Final = re.compile(r"[a-z0-9](?:[a-z0-9._/-]{0,61}[a-z0-9])?")
+KIND: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
+CURRENCY: Final = re.compile(r"[A-Z]{3}")
+MAX_DEPTH: Final = 16
+MAX_COST_CENTRE_CHARS: Final = 64
 MAX_LABELS: Final = 32
 MAX_LABEL_CHARS: Final = 256
 MAX_KEY_NAME_CHARS: Final = 100
@@ -81,8 +91,12 @@ class TenantRow(TenantBase):
     __tablename__ = "tenant"
 
     id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    parent_id: Mapped[str | None] = mapped_column(String(36))  # null: at the top
     name: Mapped[str] = mapped_column(String(64))
+    kind: Mapped[str | None] = mapped_column(String(32))
     state: Mapped[str] = mapped_column(String(16))
+    cost_centre: Mapped[str | None] = mapped_column(String(MAX_COST_CENTRE_CHARS))
+    currency: Mapped[str | None] = mapped_column(String(3))
     labels: Mapped[dict[str, str]] = mapped_column(Json)
     created_at: Mapped[datetime] = mapped_column(UtcTime)
     changed: Mapped[int] = mapped_column(Big)
@@ -92,10 +106,19 @@ class TenantRow(TenantBase):
             "uq_tenant_name",
             "name",
             unique=True,
+            sqlite_where=text("state != 'deleted' AND parent_id IS NULL"),
+            postgresql_where=text("state != 'deleted' AND parent_id IS NULL"),
+        ),
+        Index(
+            "uq_tenant_name_below",
+            "parent_id",
+            "name",
+            unique=True,
             sqlite_where=text("state != 'deleted'"),
             postgresql_where=text("state != 'deleted'"),
         ),
         Index("ix_tenant_changed", "changed"),
+        Index("ix_tenant_parent", "parent_id"),
     )
 
 
@@ -220,12 +243,59 @@ class Tenant(Struct, frozen=True, kw_only=True):
     """A tenant."""
 
     id: Annotated[TenantId, Meta(description="Never changes and is never used again.")]
-    name: Annotated[str, Meta(description="Unique among tenants that are not deleted.")]
+    path: Annotated[str, Meta(description="The names from the top: `acme/search/ranking`.")]
+    name: Annotated[str, Meta(description="Unique among the living tenants of its parent.")]
+    parent_id: Annotated[TenantId | None, Meta(description="null: at the top.")]
+    kind: Annotated[
+        str | None, Meta(description="What it is to you: organisation, team, project, …")
+    ]
     state: Annotated[
         TenantState, Meta(description="The keys of a tenant that is not active are refused.")
     ]
-    labels: Annotated[dict[str, str], Meta(description="Free facts, such as a cost centre.")]
+    effective_state: Annotated[TenantState, Meta(description="suspended too where an ancestor is.")]
+    cost_centre: Annotated[
+        str | None, Meta(description="Where it is booked; null: as its nearest ancestor.")
+    ]
+    currency: Annotated[
+        str | None, Meta(description="In which it is billed; null: as its nearest ancestor.")
+    ]
+    labels: Annotated[dict[str, str], Meta(description="Free facts.")]
     created_at: datetime
+
+
+class TenantChange(Struct, frozen=True, kw_only=True):
+    """What to change of a tenant; UNSET leaves as it is, None takes it away. `parent`: id, path or
+    name of the new parent, None to move it to the top."""
+
+    name: str | UnsetType = UNSET
+    parent: str | UnsetType | None = UNSET
+    kind: str | UnsetType | None = UNSET
+    cost_centre: str | UnsetType | None = UNSET
+    currency: str | UnsetType | None = UNSET
+    labels: dict[str, str] | UnsetType = UNSET
+
+
+class Ancestor(Struct, frozen=True, kw_only=True):
+    """A tenant above another one: what it allows binds those below."""
+
+    tenant_id: TenantId
+    tenant: str
+    state: TenantState = "active"
+    limits: tuple[Limit, ...] = ()
+    budgets: tuple[Budget, ...] = ()
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a tenant stands in the tree, for reports."""
+
+    names: tuple[str, ...]  # from the top, itself last
+    ids: tuple[str, ...]  # likewise
+    cost_centre: str | None  # its own, or its nearest ancestor's
+    currency: str | None  # likewise
+
+    @property
+    def path(self) -> str:
+        return "/".join(self.names)
 
 
 class Key(Struct, frozen=True, kw_only=True):
@@ -283,6 +353,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     grace_until: datetime | None
     limits: tuple[Limit, ...] = ()  # of the tenant, all of them
     budgets: tuple[Budget, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()  # nearest first, the top last
 
     __repr__ = object.__repr__
 
@@ -326,8 +397,9 @@ class Write:
 
 
 class Tenants:
-    """Every query on tenants and keys. A tenant is referred to by id or name, a key by id, public
-    id, or any text that starts like the key. Raises leaves of the gateway's error tree only."""
+    """Every query on tenants and keys. A tenant is referred to by id, by its path from the top, or
+    by its name where only one has it; a key by id, public id, or any text that starts like the key.
+    Raises leaves of the gateway's error tree only."""
 
     def __init__(self, engine: AsyncEngine, ring: KeyRing, clock: Clock) -> None:
         self._engine = engine
@@ -352,75 +424,148 @@ class Tenants:
     # -- tenants
 
     async def create_tenant(
-        self, name: str, labels: Mapping[str, str] | None = None, *, actor: str
+        self,
+        name: str,
+        labels: Mapping[str, str] | None = None,
+        *,
+        parent: str | None = None,
+        kind: str | None = None,
+        cost_centre: str | None = None,
+        currency: str | None = None,
+        actor: str,
     ) -> Tenant:
+        """`parent`: id, path or name; None: at the top."""
         _check_name(name)
         _check_labels(labels or {})
-        try:
+        _check_facts(kind, cost_centre, currency)
+        with _taken(name):
             async with self.writing(actor) as write:
+                above = None if parent is None else await _find_parent(write.db, parent)
                 row = TenantRow(
                     id=new_tenant_id(write.now_ns),
+                    parent_id=None if above is None else above.id,
                     name=name,
+                    kind=kind,
                     state="active",
+                    cost_centre=cost_centre,
+                    currency=currency,
                     labels=dict(labels or {}),
                     created_at=write.at,
                     changed=write.number,
                 )
                 write.db.add(row)
                 await write.db.flush()
-                tenant = _tenant(row)
+                await _check_depth(write.db, row)
+                tenant = await _shown(write.db, row)
                 write.record("tenant.create", f"tenant/{row.id}", None, tenant)
-        except IntegrityError:
-            raise Conflict(f"A tenant named {name} exists already.", param="name") from None
         return tenant
 
-    async def tenants(self, *, after: str | None = None, limit: int = 20) -> Page[Tenant]:
-        """All tenants, deleted ones too, by age."""
+    async def tenants(
+        self, *, after: str | None = None, limit: int = 20, below: str | None = None
+    ) -> Page[Tenant]:
+        """All tenants, deleted ones too, by age; or one and all below it."""
         query = select(TenantRow).order_by(TenantRow.id).limit(_page_size(limit) + 1)
         if after is not None:
             query = query.where(TenantRow.id > _cursor(after))
         async with self.reading() as db:
-            rows = (await db.scalars(query)).all()
-        return Page([_tenant(row) for row in rows[:limit]], len(rows) > limit)
+            if below is not None:
+                top = await find_tenant(db, below)
+                query = query.where(TenantRow.id.in_(select(_subtree([top.id]).c.id)))
+            rows = (await db.scalars(query)).all()[: limit + 1]
+            shown = await _all_shown(db, rows[:limit])
+        return Page(shown, len(rows) > limit)
 
     async def tenant(self, ref: str) -> Tenant:
         async with self.reading() as db:
-            return _tenant(await find_tenant(db, ref))
+            return await _shown(db, await find_tenant(db, ref))
+
+    async def subtree(self, ref: str) -> list[TenantId]:
+        """The ids of a tenant and of all below it, deleted ones too."""
+        async with self.reading() as db:
+            return await subtree_ids(db, (await find_tenant(db, ref)).id)
+
+    async def places(self) -> dict[str, Place]:
+        """id → where it stands, of every tenant, deleted ones too."""
+        async with self.reading() as db:
+            rows = {row.id: row for row in await db.scalars(select(TenantRow))}
+        return {tenant_id: _place(_chain(tenant_id, rows)) for tenant_id in rows}
+
+    async def change_tenant(self, ref: str, change: TenantChange, *, actor: str) -> Tenant:
+        """Rename, move, or change its facts. Whoever is moved takes all below along."""
+        if change.name is not UNSET:
+            _check_name(change.name)
+        if change.labels is not UNSET:
+            _check_labels(change.labels)
+        _check_facts(change.kind, change.cost_centre, change.currency)
+        with _taken(ref if change.name is UNSET else change.name):
+            async with self.writing(actor) as write:
+                row = await find_tenant(write.db, ref)
+                check_alive(row)
+                before = await _shown(write.db, row)
+                for column in ("name", "kind", "cost_centre", "currency", "labels"):
+                    value = getattr(change, column)
+                    if value is not UNSET:
+                        setattr(row, column, value)
+                if change.parent is not UNSET:
+                    await _move_below(write.db, row, change.parent)
+                await write.db.flush()
+                after = await _shown(write.db, row)
+                if after == before:
+                    return after
+                row.changed = write.number
+                moved = after.parent_id != before.parent_id
+                action = "tenant.move" if moved else "tenant.change"
+                write.record(action, f"tenant/{row.id}", before, after)
+                return after
 
     async def suspend_tenant(self, ref: str, *, actor: str) -> Tenant:
-        """From now on its keys are refused. Suspending twice is one act."""
+        """From now on its keys are refused, and those of all tenants below it. Suspending twice is
+        one act."""
         return await self._set_state(ref, "suspended", "tenant.suspend", actor)
 
     async def resume_tenant(self, ref: str, *, actor: str) -> Tenant:
+        """Tenants below it that were suspended themselves stay so."""
         return await self._set_state(ref, "active", "tenant.resume", actor)
 
     async def delete_tenant(self, ref: str, *, actor: str) -> Tenant:
-        """For good: its keys are revoked and its name is free again; its usage stays."""
+        """For good: its keys are revoked and its name is free again; its usage stays. Refused while
+        living tenants are below it."""
         async with self.writing(actor) as write:
             row = await find_tenant(write.db, ref)
             if row.state == "deleted":
-                return _tenant(row)
+                return await _shown(write.db, row)
+            below = await write.db.scalar(
+                select(func.count())
+                .select_from(TenantRow)
+                .where(TenantRow.parent_id == row.id, TenantRow.state != "deleted")
+            )
+            if below:
+                raise Conflict(
+                    f"{below} tenants are right below this one: move or delete them first, or "
+                    "suspend this one to refuse the keys of all."
+                )
             keys = await write.db.scalars(
                 select(KeyRow).where(KeyRow.tenant_id == row.id, KeyRow.revoked_at.is_(None))
             )
             for key in keys:
                 self._revoke(write, key)
-            return self._move(write, row, "deleted", "tenant.delete")
+            return await self._move(write, row, "deleted", "tenant.delete")
 
     async def _set_state(self, ref: str, state: TenantState, action: str, actor: str) -> Tenant:
         async with self.writing(actor) as write:
             row = await find_tenant(write.db, ref)
             if row.state == state:
-                return _tenant(row)
+                return await _shown(write.db, row)
             check_alive(row)
-            return self._move(write, row, state, action)
+            return await self._move(write, row, state, action)
 
-    def _move(self, write: Write, row: TenantRow, state: TenantState, action: str) -> Tenant:
-        before = _tenant(row)
+    async def _move(self, write: Write, row: TenantRow, state: TenantState, action: str) -> Tenant:
+        before = await _shown(write.db, row)
         row.state = state
         row.changed = write.number
-        write.record(action, f"tenant/{row.id}", before, _tenant(row))
-        return _tenant(row)
+        after = await _shown(write.db, row)
+        write.record(action, f"tenant/{row.id}", before, after)
+        return after
 
     # -- keys
 
@@ -604,19 +749,21 @@ class Tenants:
             key, tenant = found
             limits = await limits_of(db, tenant.id)
             budgets = await budgets_of(db, tenant.id)
+            ancestors = await _ancestors(db, tenant)
         return Identity(
             key_id=KeyId(key.id),
             public_id=key.public_id,
             secret_hmac=key.secret_hmac,
             tenant_id=TenantId(tenant.id),
             tenant_name=tenant.name,
-            tenant_state=_tenant(tenant).state,
+            tenant_state=_state(tenant),
             model_allow=key.model_allow,
             expires_at=key.expires_at,
             revoked_at=key.revoked_at,
             grace_until=key.grace_until,
             limits=tuple(limits),
             budgets=tuple(budgets),
+            ancestors=tuple(ancestors),
         )
 
     async def version(self) -> int:
@@ -625,11 +772,12 @@ class Tenants:
             return _required(await db.scalar(select(IdentityStateRow.version)))
 
     async def changed_since(self, version: int) -> list[str] | None:
-        """Public ids of keys touched by later writes, by their tenant's too; None: too many."""
+        """Public ids of keys touched by later writes, by those to their tenant or a tenant above it
+        too; None: too many."""
+        touched = _below(select(TenantRow.id).where(TenantRow.changed > version))
         query = (
             select(KeyRow.public_id)
-            .join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-            .where(or_(KeyRow.changed > version, TenantRow.changed > version))
+            .where(or_(KeyRow.changed > version, KeyRow.tenant_id.in_(select(touched.c.id))))
             .limit(MAX_CHANGES + 1)
         )
         async with self.reading() as db:
@@ -698,17 +846,143 @@ def _required(number: int | None) -> int:
 
 
 async def find_tenant(db: AsyncSession, ref: str) -> TenantRow:
+    """By id; by path from the top; by name, if no other living tenant has it."""
     query = select(TenantRow)
     if _is_uuid(ref):
         query = query.where(TenantRow.id == ref.lower())
-    elif NAME.fullmatch(ref):
-        query = query.where(TenantRow.name == ref, TenantRow.state != "deleted")
+        row = (await db.scalars(query)).one_or_none()
     else:
-        raise NotFound("No such tenant.")
-    row = (await db.scalars(query)).one_or_none()
+        names = ref.split("/")
+        if len(names) > MAX_DEPTH or not all(NAME.fullmatch(name) for name in names):
+            raise NotFound("No such tenant.")
+        row = await _by_path(db, names)
+        if row is None and len(names) == 1:
+            row = await _by_name(db, ref)
     if row is None:
         raise NotFound("No such tenant.")
     return row
+
+
+async def _by_path(db: AsyncSession, names: Sequence[str]) -> TenantRow | None:
+    row: TenantRow | None = None
+    for name in names:
+        row = await db.scalar(
+            select(TenantRow).where(
+                TenantRow.name == name,
+                TenantRow.parent_id.is_(None) if row is None else TenantRow.parent_id == row.id,
+                TenantRow.state != "deleted",
+            )
+        )
+        if row is None:
+            return None
+    return row
+
+
+async def _by_name(db: AsyncSession, name: str) -> TenantRow | None:
+    query = select(TenantRow).where(TenantRow.name == name, TenantRow.state != "deleted")
+    found = (await db.scalars(query.limit(2))).all()
+    if len(found) > 1:
+        raise BadRequest(
+            f"Several tenants are named {name}: write the path from the top, such as acme/{name}, "
+            "or the id.",
+            param="tenant",
+        )
+    return found[0] if found else None
+
+
+async def _find_parent(db: AsyncSession, ref: str) -> TenantRow:
+    try:
+        row = await find_tenant(db, ref)
+    except NotFound:
+        raise NotFound("No such tenant to be the parent.", param="parent") from None
+    if row.state == "deleted":
+        raise Conflict("The parent is deleted; choose a living tenant.", param="parent")
+    return row
+
+
+async def _move_below(db: AsyncSession, row: TenantRow, parent: str | None) -> None:
+    """Refuses what would make a circle."""
+    if parent is None:
+        row.parent_id = None
+        return
+    above = await _find_parent(db, parent)
+    if above.id in await subtree_ids(db, row.id):
+        what = "itself" if above.id == row.id else f"{above.name}, which is below it"
+        raise BadRequest(
+            f"{row.name} cannot be moved under {what}: that would be a circle. Move "
+            f"{above.name} out of {row.name} first, or choose another parent.",
+            param="parent",
+        )
+    row.parent_id = above.id
+    await db.flush()
+    await _check_depth(db, row)
+
+
+async def _check_depth(db: AsyncSession, row: TenantRow) -> None:
+    """The whole chain through this tenant, down to its deepest, is at most `MAX_DEPTH` long."""
+    over = len(await _chain_of(db, row)) - 1
+    level, ids = 0, [row.id]
+    while ids and over + level <= MAX_DEPTH:
+        level += 1
+        ids = list(await db.scalars(select(TenantRow.id).where(TenantRow.parent_id.in_(ids))))
+    if over + level > MAX_DEPTH:
+        raise BadRequest(f"The tree is at most {MAX_DEPTH} tenants deep.", param="parent")
+
+
+async def _chain_of(db: AsyncSession, row: TenantRow) -> list[TenantRow]:
+    """The tenant and its ancestors, nearest first."""
+    return (await _chains(db, [row]))[row.id]
+
+
+async def _chains(db: AsyncSession, rows: Sequence[TenantRow]) -> dict[str, list[TenantRow]]:
+    """Of each tenant: it and its ancestors, nearest first. One query a level."""
+    known = {row.id: row for row in rows}
+    missing = {row.parent_id for row in rows} - known.keys()
+    while missing - {None}:
+        found = (await db.scalars(select(TenantRow).where(TenantRow.id.in_(missing)))).all()
+        known |= {row.id: row for row in found}
+        missing = {row.parent_id for row in found} - known.keys()
+    return {row.id: _chain(row.id, known) for row in rows}
+
+
+def _chain(tenant_id: str, rows: Mapping[str, TenantRow]) -> list[TenantRow]:
+    chain: list[TenantRow] = []
+    following: str | None = tenant_id
+    while following is not None and following in rows:
+        chain.append(rows[following])
+        following = rows[following].parent_id
+    return chain
+
+
+async def _ancestors(db: AsyncSession, tenant: TenantRow) -> list[Ancestor]:
+    if tenant.parent_id is None:
+        return []
+    return [
+        Ancestor(
+            tenant_id=TenantId(row.id),
+            tenant=row.name,
+            state=_state(row),
+            limits=tuple(await limits_of(db, row.id)),
+            budgets=tuple(await budgets_of(db, row.id)),
+        )
+        for row in (await _chain_of(db, tenant))[1:]
+    ]
+
+
+def _below(tops: Select[str]) -> CTE:
+    """The ids of these tenants and of all below them. UNION: each once, so it ends."""
+    found = tops.cte("below", recursive=True)
+    return found.union(select(TenantRow.id).join(found, TenantRow.parent_id == found.c.id))
+
+
+def _subtree(tops: Iterable[str]) -> CTE:
+    return _below(select(TenantRow.id).where(TenantRow.id.in_(list(tops))))
+
+
+async def subtree_ids(db: AsyncSession, tenant_id: str) -> list[TenantId]:
+    """A tenant's id and those of all below it, deleted ones too: whose usage counts for it."""
+    found = await db.scalars(select(_subtree([tenant_id]).c.id))
+    return [TenantId(one) for one in found]
 
 
 async def find_key(db: AsyncSession, ref: str) -> KeyRow:
@@ -746,8 +1020,46 @@ async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
     return [replace(budget, amount_usd=Decimal(plain(budget.amount_usd))) for budget in budgets]
 
 
-def _tenant(row: TenantRow) -> Tenant:
-    return msgspec.convert(row, Tenant, from_attributes=True)
+async def _shown(db: AsyncSession, row: TenantRow) -> Tenant:
+    return (await _all_shown(db, [row]))[0]
+
+
+async def _all_shown(db: AsyncSession, rows: Sequence[TenantRow]) -> list[Tenant]:
+    chains = await _chains(db, rows)
+    return [_tenant(chains[row.id]) for row in rows]
+
+
+def _tenant(chain: Sequence[TenantRow]) -> Tenant:
+    row = chain[0]
+    states = {one.state for one in chain}
+    state = next(worst for worst in ("deleted", "suspended", "active") if worst in states)
+    return Tenant(
+        id=TenantId(row.id),
+        path=_place(chain).path,
+        name=row.name,
+        parent_id=None if row.parent_id is None else TenantId(row.parent_id),
+        kind=row.kind,
+        state=_state(row),
+        effective_state=msgspec.convert(state, TenantState),
+        cost_centre=row.cost_centre,
+        currency=row.currency,
+        labels=row.labels,
+        created_at=row.created_at,
+    )
+
+
+def _place(chain: Sequence[TenantRow]) -> Place:
+    return Place(
+        names=tuple(row.name for row in reversed(chain)),
+        ids=tuple(row.id for row in reversed(chain)),
+        cost_centre=next((row.cost_centre for row in chain if row.cost_centre), None),
+        currency=next((row.currency for row in chain if row.currency), None),
+    )
+
+
+def _state(row: TenantRow) -> TenantState:
+    state: TenantState = msgspec.convert(row.state, TenantState)
+    return state
 
 
 def _key(row: KeyRow, now: datetime) -> Key:
@@ -787,6 +1099,40 @@ def _check_name(name: str) -> None:
             "letter or digit, and is not an id.",
             param="name",
         )
+
+
+def _check_facts(
+    kind: str | UnsetType | None,
+    cost_centre: str | UnsetType | None,
+    currency: str | UnsetType | None,
+) -> None:
+    if isinstance(kind, str) and not KIND.fullmatch(kind):
+        raise BadRequest(
+            "A kind is one word of a-z, 0-9 and -, such as organisation, team or project.",
+            param="kind",
+        )
+    if isinstance(cost_centre, str) and not (
+        0 < len(cost_centre) <= MAX_COST_CENTRE_CHARS and cost_centre.isprintable()
+    ):
+        raise BadRequest(
+            f"A cost centre is 1 to {MAX_COST_CENTRE_CHARS} printable characters.",
+            param="cost_centre",
+        )
+    if isinstance(currency, str) and not CURRENCY.fullmatch(currency):
+        raise BadRequest(
+            "A currency is its three letters (ISO 4217), such as EUR.", param="currency"
+        )
+
+
+@contextmanager
+def _taken(name: str) -> Iterator[None]:
+    """What a second tenant of a name at one place is told."""
+    try:
+        yield
+    except IntegrityError:
+        raise Conflict(
+            f"A tenant named {name} exists already at that place.", param="name"
+        ) from None
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
@@ -847,7 +1193,13 @@ def _instant(now_ns: int) -> datetime:
     )
 
 
+async def tenant_names(tenants: Tenants) -> dict[str, str]:
+    """id → path of every tenant, deleted ones too."""
+    return {tenant_id: place.path for tenant_id, place in (await tenants.places()).items()}
+
+
 __all__ = [
+    "Ancestor",
     "AuditRow",
     "BudgetRow",
     "Identity",
@@ -859,22 +1211,14 @@ __all__ = [
     "KeyState",
     "LimitRow",
     "Page",
+    "Place",
     "Tenant",
     "TenantBase",
+    "TenantChange",
     "TenantRow",
     "TenantState",
     "Tenants",
     "Write",
+    "subtree_ids",
+    "tenant_names",
 ]
-
-
-async def tenant_names(tenants: Tenants) -> dict[str, str]:
-    """id → name of every tenant, deleted ones too."""
-    names: dict[str, str] = {}
-    after: str | None = None
-    while True:
-        page = await tenants.tenants(after=after, limit=MAX_PAGE)
-        names |= {tenant.id: tenant.name for tenant in page.items}
-        if not page.has_more:
-            return names
-        after = page.items[-1].id

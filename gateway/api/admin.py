@@ -28,13 +28,19 @@ from gateway.tenants import (
     KeyChange,
     Page,
     Tenant,
+    TenantChange,
     Tenants,
 )
 
 ADMIN = "admin"  # the actor in the audit log, and who may call
 
 Store = NamedDependency[SkipValidation[Tenants]]
-TenantRef = Annotated[str, PathParameter(description="The tenant's id, or its name.")]
+TenantRef = Annotated[
+    str, PathParameter(description="The tenant's id, or its name where no other has it.")
+]
+Below = Annotated[
+    str | None, QueryParameter(description="Only this tenant (id, path, name) and all below it.")
+]
 KeyRef = Annotated[str, PathParameter(description="The key's id, or its public id.")]
 After = Annotated[str | None, QueryParameter(description="Continue after the item with this id.")]
 Limit = Annotated[int, QueryParameter(description=f"Items in the answer, 1 to {MAX_PAGE}.")]
@@ -52,13 +58,41 @@ ExpiresAt = Annotated[
 ]
 
 
+Parent = Annotated[
+    str | None, Meta(description="Id, path or name of the tenant above. null: at the top.")
+]
+TenantKind = Annotated[
+    str | None, Meta(description="What it is to you: organisation, team, project, …")
+]
+CostCentre = Annotated[
+    str | None, Meta(description="Where it is booked. null: as its nearest ancestor.")
+]
+Currency = Annotated[
+    str | None, Meta(description="Three letters (ISO 4217). null: as its nearest ancestor.")
+]
+Labels = Annotated[dict[str, str], Meta(description="Free facts.")]
+
+
 class NewTenant(Struct, kw_only=True, forbid_unknown_fields=True):
     """A tenant to create."""
 
-    name: Annotated[str, Meta(description="Unique among tenants that are not deleted.")]
-    labels: Annotated[dict[str, str], Meta(description="Free facts, such as a cost centre.")] = (
-        field(default_factory=dict)
-    )
+    name: Annotated[str, Meta(description="Unique among the living tenants of its parent.")]
+    parent: Parent = None
+    kind: TenantKind = None
+    cost_centre: CostCentre = None
+    currency: Currency = None
+    labels: Labels = field(default_factory=dict)
+
+
+class TenantPatch(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to change; what is absent stays. A new parent moves all below along."""
+
+    name: Annotated[str, Meta(description="Unique at its place.")] | UnsetType = UNSET
+    parent: Parent | UnsetType = UNSET
+    kind: TenantKind | UnsetType = UNSET
+    cost_centre: CostCentre | UnsetType = UNSET
+    currency: Currency | UnsetType = UNSET
+    labels: Labels | UnsetType = UNSET
 
 
 class TenantList(Struct, kw_only=True):
@@ -125,13 +159,21 @@ class TenantController(Controller):
 
     @post("/", summary="Create a tenant")
     async def create(self, data: JSONBody[NewTenant], tenants: Store) -> Tenant:
-        return await tenants.create_tenant(data.name, data.labels, actor=ADMIN)
+        return await tenants.create_tenant(
+            data.name,
+            data.labels,
+            parent=data.parent,
+            kind=data.kind,
+            cost_centre=data.cost_centre,
+            currency=data.currency,
+            actor=ADMIN,
+        )
 
     @get("/", summary="List tenants")
     async def list_tenants(
-        self, tenants: Store, after: After = None, limit: Limit = 20
+        self, tenants: Store, after: After = None, limit: Limit = 20, below: Below = None
     ) -> TenantList:
-        page = await tenants.tenants(after=after, limit=limit)
+        page = await tenants.tenants(after=after, limit=limit, below=below)
         return TenantList(
             data=page.items,
             has_more=page.has_more,
@@ -142,7 +184,17 @@ class TenantController(Controller):
     async def show(self, tenant: TenantRef, tenants: Store) -> Tenant:
         return await tenants.tenant(tenant)
 
-    @post("/{tenant:str}/suspend", status_code=200, summary="Refuse all keys of a tenant")
+    @patch("/{tenant:str}", summary="Rename or move a tenant, or change its facts")
+    async def change(
+        self, tenant: TenantRef, data: JSONBody[TenantPatch], tenants: Store
+    ) -> Tenant:
+        return await tenants.change_tenant(tenant, TenantChange(**asdict(data)), actor=ADMIN)
+
+    @post(
+        "/{tenant:str}/suspend",
+        status_code=200,
+        summary="Refuse all keys of a tenant and of all below it",
+    )
     async def suspend(self, tenant: TenantRef, tenants: Store) -> Tenant:
         return await tenants.suspend_tenant(tenant, actor=ADMIN)
 

@@ -27,7 +27,8 @@ class SpendSource(Protocol):
 
     async def of(
         self,
-        filters: dict[str, str],
+        owner: str,
+        filters: Mapping[str, str],
         *,
         start_us: int,
         cut: int,
@@ -104,7 +105,8 @@ class Follower:
             cut = (now_us - settled_after_us) // grain_us
             start_us = now_us - rule.period_us - grain_us if rule.period_us else window.start_us
             found = await self._spend.of(
-                ledger_filters(rule),
+                rule.owner,
+                {COLUMNS[rule.scope]: rule.subject} if rule.scope in COLUMNS else {},
                 start_us=start_us,
                 cut=cut,
                 grain_us=grain_us,
@@ -130,12 +132,3 @@ class Follower:
             await self._correct(root, rule)
             if self._used.get((root, key)) is rule and root not in busy:
                 del self._used[root, key]
-
-
-def ledger_filters(rule: Rule) -> dict[str, str]:
-    """The columns of the ledger that make a budget's sum."""
-    filters = {"tenant_id": rule.owner}
-    column = COLUMNS.get(rule.scope)
-    if column is not None:
-        filters[column] = rule.subject
-    return filters

@@ -40,18 +40,20 @@ class Growth:
     async def covers(self, record: RequestRecord, attempt: Attempt) -> bool:
         """Whether what was generated is held, and the stream may go on. Asks for more when it is
         near the end of what is held; when refused, again at the end itself, and for less."""
-        left = self._held - output_tokens(record, attempt)
-        if left > self._margin:
+        tokens = output_tokens(record, attempt)
+        if self._held - tokens > self._margin:
             return True
         step = self._step
         while step >= SMALLEST:
             if await self._ask(attempt, step):
                 self._held += step
-                self._margin = step // 4
-                self._due = self._held - self._margin
-                return True
-            if left > 0:
+                if self._held > tokens:
+                    self._margin = step // 4
+                    self._due = self._held - self._margin
+                    return True
+            elif self._held > tokens:
                 break
-            step //= 4
+            else:
+                step //= 4
         self._margin, self._due = 0, self._held
-        return left > 0
+        return self._held > tokens

@@ -62,6 +62,7 @@ class Rule(Struct, frozen=True):
     budget: Budget | None = None
     subject: str = ""  # as the ledger calls it
     owner: str = ""  # the tenant whose limit it is
+    is_above: bool = False  # a tenant above the caller's own
 
     def demand(self, wanted: Wanted, window: Window | None) -> Demand:
         limit = self.limit
@@ -101,8 +102,10 @@ class Level(Struct, frozen=True):
 
 
 def levels_of(caller: Caller) -> tuple[Level, ...]:
-    """The caller's own tenant."""
-    return (Level(caller.tenant_id, caller.limits, caller.budgets),)
+    """The caller's own tenant first, then those above it, the top last."""
+    own = Level(caller.tenant_id, caller.limits, caller.budgets)
+    above = [Level(one.tenant_id, one.limits, one.budgets) for one in caller.ancestors]
+    return (own, *above)
 
 
 class Rules:
@@ -194,6 +197,7 @@ class Rules:
             None,
             subject or "",
             owner,
+            owner != self._levels[0].tenant_id,
         )
 
     def _budget(self, budget: Budget, subject: str | None, owner: str) -> Rule:
@@ -211,6 +215,7 @@ class Rules:
             budget,
             subject or "",
             owner,
+            owner != self._levels[0].tenant_id,
         )
 
     def _key(self, scope: str, subject: str | None, owner: str) -> str:

@@ -70,11 +70,15 @@ def refusal(
             retry_after_s=1.0,
         )
     if rule.budget is not None:
+        if rule.is_above:
+            return BudgetSpent(
+                f"The {_budget(rule)} does not hold this request any more.{_when(ends_in_us)}",
+                retry_after_s=None if ends_in_us is None else ends_in_us / 1e6,
+            )
         left = dollars(verdict.rooms[verdict.binding].remaining)
-        when = "" if ends_in_us is None else f" It begins anew in {duration(ends_in_us)}."
         return BudgetSpent(
             f"The {_budget(rule)} has {left} left, and this request could cost up to "
-            f"{dollars(demand.amount)}.{when}",
+            f"{dollars(demand.amount)}.{_when(ends_in_us)}",
             retry_after_s=None if ends_in_us is None else ends_in_us / 1e6,
         )
     if rule.limit == 0:
@@ -117,13 +121,25 @@ def _allowed(rule: Rule) -> str:
     what = f"{_amount(rule, rule.limit)} {WHAT[rule.counts]}"
     if rule.counts != "concurrency":
         what += f" per {PERIODS.get(rule.period_us, f'{rule.period_us // 1_000_000} seconds')}"
-    return f"{what} are allowed for {OF[rule.scope]}"
+    return f"{what} are allowed for {_whose(rule)}"
 
 
 def _budget(rule: Rule) -> str:
     assert rule.budget is not None
     window = WINDOWS.get(rule.budget.window, f"{rule.budget.hours}-hour")
-    return f"{window} budget of {dollars(rule.limit)} of {OF[rule.scope]}"
+    if rule.is_above:  # how much money others have is not for those below to know
+        return f"{window} budget of {_whose(rule)}"
+    return f"{window} budget of {dollars(rule.limit)} of {_whose(rule)}"
+
+
+def _whose(rule: Rule) -> str:
+    if rule.is_above and rule.scope == "tenant":
+        return "an account above yours"
+    return OF[rule.scope]
+
+
+def _when(ends_in_us: int | None) -> str:
+    return "" if ends_in_us is None else f" It begins anew in {duration(ends_in_us)}."
 
 
 def _amount(rule: Rule, amount: int) -> str:

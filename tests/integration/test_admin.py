@@ -175,7 +175,7 @@ async def test_every_admin_route_takes_the_admin_key_only(client: Client) -> Non
         {**AS_ADMIN, "x-api-key": key},
     ]
     routes = admin_routes()
-    assert len(routes) == 18
+    assert len(routes) == 19
     for method, path in routes:
         for headers in wrong:
             url = path.replace("{tenant:str}", "acme").replace("{key:str}", key)
@@ -206,6 +206,10 @@ def test_every_admin_route_declares_its_caller() -> None:
         ("POST", "tenants", {"name": ""}, 400, "name"),
         ("POST", "tenants", {"name": "acme"}, 409, "name"),
         ("POST", "tenants", {"name": "b", "labels": {"k": "\n"}}, 400, "labels.k"),
+        ("POST", "tenants", {"name": "b", "parent": "nobody"}, 404, "parent"),
+        ("POST", "tenants", {"name": "b", "currency": "€"}, 400, "currency"),
+        ("PATCH", "tenants/acme", {"parent": "acme"}, 400, "parent"),
+        ("PATCH", "tenants/acme", {"kind": "a b"}, 400, "kind"),
         ("GET", "tenants?limit=0", None, 400, "limit"),
         ("GET", "tenants?after=x", None, 400, "after"),
         ("GET", f"tenants/{NOBODY}", None, 404, None),

@@ -262,6 +262,44 @@ async def test_a_spent_budget_goes_on_with_a_cheaper_model(gateway: Harness, ten
     assert gateway.service.gateway.limits.counts.downgraded == before + 3
 
 
+async def test_a_tree_counts_at_every_level_in_one_step(gateway: Harness, tenant: str) -> None:
+    """Two teams below one organisation: what the organisation may, both together may; a team's own
+    limit holds besides; a request that one level refuses takes from none; what is above is named
+    without its amount; and the ledger's word on the organisation is what all below it spent."""
+    tenants, made = gateway.service.tenants, allowances(gateway)
+    keys = []
+    for name in ("a", "b"):
+        team = await tenants.create_tenant(name, {}, parent=tenant, actor="t")
+        issued = await tenants.create_key(team.id, name="k", actor="t")
+        keys.append(issued.secret.reveal())
+    await made.set_limit(tenant, "requests", Decimal(5), per_s=3600, actor="t")
+    await made.set_limit(team.id, "requests", Decimal(2), per_s=3600, actor="t")
+    await made.set_budget(tenant, Decimal(1), actor="t")
+    await obeyed(gateway)
+    codes = []
+    for key in (keys[1],) * 4 + (keys[0],) * 4:
+        gateway.key = key
+        answer = await ask(gateway, max_tokens=4)
+        codes.append(answer.status_code)
+    assert codes == [200, 200, 429, 429, 200, 200, 200, 429]
+    message = error_of(answer.text)["message"]
+    assert "5 requests per hour are allowed for an account above yours" in message
+    await gateway.service.worker.flush()
+    key = "b:tenant::month:UTC"
+    cost = sum((r.cost for r in gateway.settled[-8:] if r.cost), Decimal(0))
+    for _ in range(2):
+        state = await budget_of(gateway, key)
+        assert (state.held, state.spent) == (0, int(cost * 10**9))
+        await gateway.service.gateway.limits.rebase()
+    await made.set_budget(tenant, Decimal("0.00002"), actor="t")
+    await made.set_limit(tenant, "requests", Decimal(50), per_s=3600, actor="t")
+    await obeyed(gateway)
+    refused = error_of((await ask(gateway, max_tokens=400)).text)
+    assert refused["code"] == "insufficient_quota"
+    assert "monthly budget of an account above yours" in refused["message"]
+    assert "0.00002" not in refused["message"]
+
+
 async def test_hidden_spend_comes_from_the_ledger(gateway: Harness, tenant: str) -> None:
     """A budget that is set after money was spent in its window begins with what was spent."""
     for _ in range(3):

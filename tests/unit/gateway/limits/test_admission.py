@@ -1,7 +1,7 @@
 """Admission above a store: who is asked, how long, and what happens when nobody answers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -61,7 +61,7 @@ class Ledger:
         self._takes_s = takes_s
         self._error = error
 
-    async def of(self, filters: dict[str, str], **_: Any) -> Spend:
+    async def of(self, owner: str, filters: Mapping[str, str], **_: Any) -> Spend:
         self.asked += 1
         await asyncio.sleep(self._takes_s)
         if self._error is not None:

@@ -9,6 +9,7 @@ from gateway.limits.arithmetic import MOST
 from gateway.limits.rules import Rules, Wanted
 from gateway.limits.taken import Taken, Used
 from gateway.limits.words import duration
+from gateway.tenants import Ancestor
 from telemetry.ids import KeyId, TenantId
 
 
@@ -66,6 +67,30 @@ def test_users_routes_and_models_have_counters_of_their_own() -> None:
     assert len(set(keys.values())) == 3
     assert all(len(found) == 4 for found in keys.values())
     assert len(made.of("u1", "other", ("a",))) == 2
+
+
+def test_levels_of_a_tree_have_counters_of_their_own_in_one_slot() -> None:
+    """Limits of a tenant and of those above apply together; two teams share the counter of what is
+    above them and not their own; the config's defaults are the lowest level's."""
+    top = Ancestor(tenant_id=TenantId("org"), tenant="org", limits=(limit("tenant", None, 9),))
+    found = {}
+    for team in ("a", "b"):
+        caller = Caller(
+            tenant_id=TenantId(team),
+            tenant=team,
+            key_id=KeyId("k"),
+            model_allow=None,
+            limits=(limit("tenant", None, 5),),
+            ancestors=(top,),
+        )
+        made = Rules(caller, LimitSettings(tenant=LimitDefaults(concurrency=3)), BudgetSettings())
+        assert made.root == "org"
+        found[team] = made.of(None, "m", ("m",))
+        assert [rule.limit for rule in found[team]] == [5, 3, 9]
+        assert [rule.owner for rule in found[team]] == [team, team, "org"]
+        assert [rule.is_above for rule in found[team]] == [False, False, True]
+    shared = {rule.key for rule in found["a"]} & {rule.key for rule in found["b"]}
+    assert shared == {found["a"][2].key}
 
 
 def test_an_estimate_is_cut_to_fit_and_a_promise_is_not() -> None:
