@@ -41,7 +41,7 @@ from gateway.errors import GatewayError
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
-from gateway.limits import Limits, MemoryStore, RedisStore, Slices
+from gateway.limits import Limits, MemoryStore, Slices, shared_store
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
@@ -275,11 +275,14 @@ async def _open_limits(
     local = MemoryStore(clock)
     shared = None
     if config.store.redis is not None:
-        shared = RedisStore(
-            resolve(config.store.redis, environment),
-            node=f"{platform.node()}/{node}/{new_span_id()}",
-            budget_s=settings.store_budget_ms / 1000,
-        )
+        try:
+            shared = shared_store(
+                resolve(config.store.redis, environment),
+                node=f"{platform.node()}/{node}/{new_span_id()}",
+                budget_s=settings.store_budget_ms / 1000,
+            )
+        except ValueError as error:
+            raise StartupError(f"[store] redis: {error}") from None
     limits = Limits(
         local if shared is None else shared,
         slices=Slices(MemoryStore(clock), settings.offline_share),
@@ -458,6 +461,8 @@ def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State)
 
 def _watch_limits(metrics: Metrics, limits: Limits) -> None:
     counts = limits.counts
+    if limits.is_shared:
+        limits.on_wait = functools.partial(metrics.measure, metric.STORE_WAIT)
     for scope in metric.LIMIT_SCOPE.values:
         for counted in metric.COUNTED.values:
             read = functools.partial(counts.of, scope, counted)

@@ -231,7 +231,8 @@ class LedgerSpend:
         all_slots: bool = False,
     ) -> Spend:
         """Of a tenant and all below it. `filters`: column → value. `start_us`: the window's;
-        attempts count by when they began. `all_slots`: also what is before the cut by slot, for windows that slide."""
+        attempts count by when they began. `all_slots`: also what is before the cut by slot, for
+        windows that slide."""
         start = _time(start_us)
         with translating_database_errors():
             async with self._engine.connect() as db:

@@ -85,8 +85,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     redis: Annotated[
         str | None,
         Meta(
-            description="redis://, rediss:// or unix:// URL of the counters that all replicas "
-            "share, or a secret reference to it. Absent: counted in this process."
+            description="URL of the counters that all replicas share, or a secret reference to "
+            "it: redis://, rediss://, unix://, redis+sentinel://HOST,HOST/SERVICE or "
+            "redis+cluster://HOST,HOST. Absent: counted in this process."
         ),
     ] = None
 
@@ -297,7 +298,7 @@ def _meaning_problems(config: Config) -> list[str]:
     problems += _allowance_problems(config)
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
-        problems.append("store.redis: must start with redis://, rediss:// or unix://")
+        problems.append("store.redis: must start with " + ", ".join(REDIS_SCHEMES))
     for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
@@ -348,7 +349,9 @@ def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     ]
 
 
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = tuple(
+    f"{scheme}://" for scheme in ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster")
+)
 REFERENCE_RULE = "write a reference (env:NAME or file:PATH), never the secret itself"
 
 

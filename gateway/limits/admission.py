@@ -26,7 +26,7 @@ from gateway.limits.arithmetic import MINUTE_US, MOST, BudgetState, Demand, Kind
 from gateway.limits.estimate import Estimator
 from gateway.limits.follow import Follower, SpendSource
 from gateway.limits.growth import Growth
-from gateway.limits.rules import Rule, Rules, Wanted, Windows
+from gateway.limits.rules import Applied, Rule, Rules, Wanted, Windows, applied
 from gateway.limits.slices import Slices
 from gateway.limits.store import MemoryStore, Store, StoreGone
 from gateway.limits.taken import taken_by
@@ -47,14 +47,16 @@ class _Hold(Struct, kw_only=True):
     """An admitted request, until it settles."""
 
     root: str  # whose hash slot its counters are in
-    rules: Sequence[Rule]
+    found: Applied
     demands: Sequence[Demand]
     asked: Asked
     in_store: bool  # the shared store may have it
     by_slice: bool = False  # who decided
     waited_s: float = 0.0  # for the store
     output_tokens: int = 0  # held, of a request that may grow
-    grown: list[tuple[str, Sequence[int]]] = []  # in the slice: what it grew by during an outage
+    grown: Sequence[
+        tuple[str, Sequence[int]]
+    ] = ()  # in the slice: what it grew by during an outage
 
 
 class Counts:
@@ -91,6 +93,7 @@ class Limits:
         """`patience_s`: how long requests wait for the ledger when a budget's counter is new. How
         long they wait for the store is `limits.store_budget_ms`, all questions together."""
         self.counts = Counts()
+        self.on_wait: Callable[[float], None] = _unheard  # seconds that a request waited
         limits, _ = settings()
         self.estimator = Estimator(limits.output_tokens)
         self.store = store
@@ -145,23 +148,23 @@ class Limits:
         `Downgrades` if it may be asked again with a cheaper plan, and `is_downgraded`."""
         models = tuple(dict.fromkeys(target.model for target in plan))
         compiled = self._rules_of(caller)
-        rules = compiled.of(asked.user, asked.model, models)
+        found = compiled.of(asked.user, asked.model, models)
         if is_downgraded:
-            rules = _without_bite(rules, "downgrade")
+            found = applied(_without_bite(found.rules, "downgrade"))
             self.counts.downgraded += 1
-        hold = _Hold(root=compiled.root, rules=rules, demands=(), asked=asked, in_store=False)
+        hold = _Hold(root=compiled.root, found=found, demands=(), asked=asked, in_store=False)
         self._holds[call.request_id] = hold  # first: whatever happens now is settled
-        if not rules:
+        if not found.rules:
             return
         wanted = self._wanted(asked, plan, models)
         hold.output_tokens = wanted.output_tokens
         verdict = await self._decide(call, hold, wanted)
         if not verdict.admitted:
-            budget = rules[verdict.binding].budget
-            if budget is not None and budget.mode == "throttle":
-                self._throttle(hold, rules[verdict.binding])
+            rule = found.rules[verdict.binding]
+            if rule.budget is not None and rule.budget.mode == "throttle":
+                self._throttle(hold, rule)
                 verdict = await self._decide(call, hold, wanted)
-        call.answer_headers.update(words.headers(hold.rules, verdict.rooms))
+        call.answer_headers.update(words.headers(hold.found, verdict.rooms))
         if hold.by_slice:
             call.answer_headers[DEGRADED] = "degraded"
         if not verdict.admitted:
@@ -208,22 +211,22 @@ class Limits:
 
     async def _decide(self, call: Call, hold: _Hold, wanted: Wanted) -> Verdict:
         """By the store, else by the slice."""
-        now_us = self._clock.now_ns() // 1000
-        hold.demands = tuple(
-            [
-                rule.demand(
-                    wanted,
-                    None if rule.budget is None else self._windows.now(rule.budget, now_us),
-                )
-                for rule in hold.rules
-            ]
-        )
-        self._follower.uses(hold.root, hold.rules)
+        rules, budgets = hold.found.rules, hold.found.budgets
+        demands = [rule.demand(wanted) for rule in rules]
+        if budgets:
+            now_us = self._clock.now_ns() // 1000
+            for index in budgets:
+                rule = rules[index]
+                assert rule.budget is not None
+                window = self._windows.now(rule.budget, now_us)
+                demands[index] = replace(demands[index], window_us=window.start_us)
+                self._follower.uses(hold.root, rule)
+        hold.demands = demands
         try:
             verdict = await self._ask(call, hold)
             if verdict.cold:
                 hold.in_store = False  # it may not have been held: nobody knows what is spent
-                await self._follower.read(hold.root, [hold.rules[i] for i in verdict.cold])
+                await self._follower.read(hold.root, [rules[i] for i in verdict.cold])
                 # What settled in the last moments may not have been shipped yet: look again soon.
                 asyncio.get_running_loop().call_later(SHIPPED_S, self._recovered.set)
                 verdict = await self._ask(call, hold)
@@ -234,9 +237,8 @@ class Limits:
             hold.in_store = isinstance(error, StoreGone) and error.was_sent
             return self._by_slice(call, hold)
         hold.in_store = verdict.admitted
-        for rule, demand, room in zip(hold.rules, hold.demands, verdict.rooms, strict=False):
-            if rule.budget is not None:
-                self._slices.saw(hold.root, demand, room.remaining)
+        for index in budgets:
+            self._slices.saw(hold.root, demands[index], verdict.rooms[index].remaining)
         return verdict
 
     def _say_why(self, error: Exception) -> None:
@@ -259,11 +261,13 @@ class Limits:
                 hold.root, call.request_id, _lease_us(limits), hold.demands, within_s=left_s
             )
         finally:
-            hold.waited_s += clock() - began
+            waited_s = clock() - began
+            hold.waited_s += waited_s
+            self.on_wait(waited_s)
 
     def _by_slice(self, call: Call, hold: _Hold) -> Verdict:
         hold.by_slice = True
-        if any(rule.is_strict for rule in hold.rules):
+        if hold.found.is_strict:
             call.answer_headers[DEGRADED] = "degraded"
             hold.by_slice = False
             raise words.strict_refusal()
@@ -289,11 +293,11 @@ class Limits:
             period_us=MINUTE_US,
             budget=None,
         )
-        hold.rules = [*_without_bite(hold.rules, "throttle"), pace]
+        hold.found = applied([*_without_bite(hold.found.rules, "throttle"), pace])
 
     def _refusal(self, hold: _Hold, verdict: Verdict) -> GatewayError:
         """Names the limit that binds and when it frees."""
-        rule, demand = hold.rules[verdict.binding], hold.demands[verdict.binding]
+        rule, demand = hold.found.rules[verdict.binding], hold.demands[verdict.binding]
         refused = self.counts.refused
         about = (rule.scope, "budget" if rule.budget is not None else rule.counts)
         refused[about] = refused.get(about, 0) + 1
@@ -309,10 +313,11 @@ class Limits:
 
     def _alert(self, hold: _Hold, verdict: Verdict) -> None:
         """Once per window for each soft budget that is overrun."""
-        for rule, demand, room in zip(hold.rules, hold.demands, verdict.rooms, strict=False):
+        for index in hold.found.budgets:
+            rule, demand = hold.found.rules[index], hold.demands[index]
             if rule.budget is None or rule.budget.mode != "soft":
                 continue
-            used = MOST - room.remaining
+            used = MOST - verdict.rooms[index].remaining
             alert = (hold.root, rule.key, demand.window_us)
             if used > rule.limit and alert not in self._alerted:
                 if len(self._alerted) > MAX_CALLERS:
@@ -332,7 +337,7 @@ class Limits:
         hold = self._holds.get(request_id)
         if hold is None or hold.asked.output_limit is not None:
             return None
-        if not any(_may_refuse(rule) for rule in hold.rules):
+        if not any(_may_refuse(rule) for rule in hold.found.rules):
             return None
 
         async def ask(attempt: Attempt, tokens: int) -> bool:
@@ -355,7 +360,7 @@ class Limits:
         )
         if not nano:
             return True
-        more = [nano if _may_refuse(rule) else 0 for rule in hold.rules]
+        more = [nano if _may_refuse(rule) else 0 for rule in hold.found.rules]
         if hold.in_store:
             try:
                 answer = await self.store.extend(hold.root, request_id, more)
@@ -367,7 +372,9 @@ class Limits:
         return self._extend_by_slice(request_id, hold, more)
 
     def _extend_by_slice(self, request_id: str, hold: _Hold, more: Sequence[int]) -> bool:
-        if any(rule.is_strict for rule, amount in zip(hold.rules, more, strict=True) if amount):
+        if any(
+            rule.is_strict for rule, amount in zip(hold.found.rules, more, strict=True) if amount
+        ):
             return False
         parts = [
             replace(demand, amount=amount)
@@ -395,7 +402,7 @@ class Limits:
         was_ended = record.outcome is Outcome.BUDGET_REFUSED and record.attempts
         self.counts.streams_ended += bool(was_ended)
         taken = taken_by(record)
-        amounts = [rule.actual(taken) for rule in hold.rules]
+        amounts = [rule.actual(taken) for rule in hold.found.rules]
         ended_us = (record.ended_ns or 0) // 1000
         if hold.by_slice:
             self._slices.settle(hold.root, record.request_id, amounts, ended_us)
@@ -469,6 +476,10 @@ def _without_bite(rules: Sequence[Rule], mode: str) -> list[Rule]:
 
 def _may_refuse(rule: Rule) -> bool:
     return rule.budget is not None and rule.budget.mode == "hard"
+
+
+def _unheard(_: float) -> None:
+    pass
 
 
 def _lease_us(settings: LimitSettings) -> int:

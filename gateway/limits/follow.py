@@ -70,10 +70,8 @@ class Follower:
         self._used: OrderedDict[tuple[str, str], Rule] = OrderedDict()  # since last corrected
         self._reading: dict[tuple[str, str], tuple[float, asyncio.Task[None]]] = {}
 
-    def uses(self, root: str, rules: Iterable[Rule]) -> None:
-        for rule in rules:
-            if rule.budget is not None:
-                self._used[root, rule.key] = rule
+    def uses(self, root: str, rule: Rule) -> None:
+        self._used[root, rule.key] = rule
 
     async def read(self, root: str, rules: Iterable[Rule]) -> None:
         """Begin the counters of these budgets. Shared by all requests that wait for one, and not

@@ -6,7 +6,7 @@ one on each of its kind, and that before the config's default.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from decimal import Decimal
 from functools import lru_cache
 
@@ -37,6 +37,9 @@ SUBJECTS = 1_000  # remembered per caller
 MEMORY = 10_000  # callers and users remembered
 
 
+TOKENS = frozenset({"tokens", "input_tokens", "output_tokens"})
+
+
 class Wanted(Struct, frozen=True, kw_only=True):
     """What a request may take at most, of each thing that is counted."""
 
@@ -64,15 +67,15 @@ class Rule(Struct, frozen=True):
     owner: str = ""  # the tenant whose limit it is
     is_above: bool = False  # a tenant above the caller's own
 
-    def demand(self, wanted: Wanted, window: Window | None) -> Demand:
+    def demand(self, wanted: Wanted) -> Demand:
+        """The window of a budget is for whoever knows the time to fill in."""
         limit = self.limit
         if self.budget is not None and self.budget.mode == "soft":
             limit = MOST
         amount = max(1, _amount(self.counts, wanted))
         if not wanted.is_bounded and self.kind is Kind.BUCKET and amount > limit:
             amount = max(1, limit)  # an estimate, not a promise: it fits the full bucket
-        window_us = 0 if window is None else window.start_us
-        return Demand(self.key, self.kind, limit, amount, self.period_us, window_us)
+        return Demand(self.key, self.kind, limit, amount, self.period_us)
 
     def actual(self, taken: Taken) -> int:
         """The amount that settles the demand."""
@@ -91,6 +94,27 @@ def _amount(counts: str, wanted: Wanted) -> int:
             return wanted.spend_nano
         case _:
             return 1
+
+
+class Applied(Struct, frozen=True):
+    """The rules of a request, and which of them (by index) are of interest to whom."""
+
+    rules: Sequence[Rule]
+    budgets: Sequence[int]
+    requests: Sequence[int]
+    tokens: Sequence[int]
+
+    @property
+    def is_strict(self) -> bool:
+        return any(rule.is_strict for rule in self.rules)
+
+
+def applied(rules: Sequence[Rule]) -> Applied:
+    def of(kinds: Set[str]) -> Sequence[int]:
+        return tuple(i for i, r in enumerate(rules) if r.budget is None and r.counts in kinds)
+
+    budgets = tuple(i for i, rule in enumerate(rules) if rule.budget is not None)
+    return Applied(tuple(rules), budgets, of({"requests"}), of(TOKENS))
 
 
 class Level(Struct, frozen=True):
@@ -120,37 +144,36 @@ class Rules:
         self.root = self._levels[-1].tenant_id
         self._default_limits = list(_defaults(caller, limits))
         self._default_budgets = list(_default_budgets(caller, budgets))
-        self._selected: dict[tuple[str, str], list[Rule]] = {}
-        self._fixed = [
-            *self._select("tenant", None),
-            *self._select("key", caller.key_id),
-        ]
+        self._known: dict[tuple[str | None, str, tuple[str, ...]], Applied] = {}
         self._scopes = {limit.scope for limit in self._default_limits}
         for level in self._levels:
             self._scopes |= {limit.scope for limit in level.limits}
             self._scopes |= {budget.scope for budget in level.budgets}
+        self._fixed = [*self._select("tenant", None), *self._select("key", caller.key_id)]
+        self._varies = not self._scopes.isdisjoint(("user", "route", "model"))
+        self._always = applied(self._fixed)
 
-    def of(self, user: str | None, route: str, models: Iterable[str]) -> list[Rule]:
-        found = self._fixed
-        if self._scopes.isdisjoint(("user", "route", "model")):
-            return found
-        found = list(found)
+    def of(self, user: str | None, route: str, models: tuple[str, ...]) -> Applied:
+        if not self._varies:
+            return self._always
+        about = (user if "user" in self._scopes else None, route, models)
+        known = self._known.get(about)
+        if known is None:
+            if len(self._known) >= SUBJECTS:
+                self._known.clear()
+            known = self._known[about] = self._of(*about)
+        return known
+
+    def _of(self, user: str | None, route: str, models: tuple[str, ...]) -> Applied:
+        found = list(self._fixed)
         if "user" in self._scopes:  # who names no user is one user, or leaving it out would pay
-            found += self._remembered("user", user or "")
+            found += self._select("user", user or "")
         if "route" in self._scopes:
-            found += self._remembered("route", route)
+            found += self._select("route", route)
         if "model" in self._scopes:
             for model in models:
-                found += self._remembered("model", model)
-        return found
-
-    def _remembered(self, scope: str, subject: str) -> list[Rule]:
-        found = self._selected.get((scope, subject))
-        if found is None:
-            if len(self._selected) >= SUBJECTS:
-                self._selected.clear()
-            found = self._selected[scope, subject] = self._select(scope, subject)
-        return found
+                found += self._select("model", model)
+        return applied(found)
 
     def _select(self, scope: str, subject: str | None) -> list[Rule]:
         """Of each level. Where nothing of a kind was set on the lowest, the config's default."""
@@ -288,10 +311,10 @@ class Windows:
 
     def __init__(self, of: Callable[[Budget, int], Window] = window_of) -> None:
         self._of = of
-        self._known: dict[tuple[str, int | None, str], Window] = {}
+        self._known: dict[tuple[str, str], Window] = {}
 
     def now(self, budget: Budget, now_us: int) -> Window:
-        key = (budget.window, budget.hours, budget.zone)
+        key = (budget.window, budget.zone)
         window = self._known.get(key)
         if window is None or not window.start_us <= now_us < (window.end_us or MOST):
             if len(self._known) >= MEMORY:
@@ -300,4 +323,13 @@ class Windows:
         return window
 
 
-__all__ = ["Level", "Rule", "Rules", "Wanted", "Windows", "levels_of"]
+__all__ = [
+    "Applied",
+    "Level",
+    "Rule",
+    "Rules",
+    "Wanted",
+    "Windows",
+    "applied",
+    "levels_of",
+]

@@ -20,7 +20,7 @@ from gateway.errors import (
     TooLargeForLimit,
 )
 from gateway.limits.arithmetic import NEVER, Demand, Room, Verdict
-from gateway.limits.rules import Rule
+from gateway.limits.rules import Applied, Rule
 
 OF: Final = {
     "tenant": "your account",
@@ -45,7 +45,6 @@ WINDOWS: Final = {
     "month": "monthly",
     "lifetime": "lifetime",
 }
-TOKENS: Final = frozenset({"tokens", "input_tokens", "output_tokens"})
 
 
 def strict_refusal() -> LimitsUnavailable:
@@ -146,21 +145,22 @@ def _amount(rule: Rule, amount: int) -> str:
     return dollars(amount) if rule.counts == "spend" else str(amount)
 
 
-def headers(rules: Sequence[Rule], rooms: Sequence[Room]) -> Mapping[str, str]:
+def headers(found: Applied, rooms: Sequence[Room]) -> Mapping[str, str]:
     """`x-ratelimit-*` of the most binding limit on requests and on tokens."""
-    found: dict[str, str] = {}
-    nearest: dict[str, tuple[float, Rule, Room]] = {}
-    for rule, room in zip(rules, rooms, strict=False):
-        name = "tokens" if rule.counts in TOKENS else rule.counts
-        if name in ("requests", "tokens"):
-            share = room.remaining / rule.limit if rule.limit else 0.0
-            if name not in nearest or share < nearest[name][0]:
-                nearest[name] = (share, rule, room)
-    for name, (_, rule, room) in nearest.items():
-        found[f"x-ratelimit-limit-{name}"] = str(rule.limit)
-        found[f"x-ratelimit-remaining-{name}"] = str(room.remaining)
-        found[f"x-ratelimit-reset-{name}"] = duration(room.reset_us)
-    return found
+    written: dict[str, str] = {}
+    for name, indexes in (("requests", found.requests), ("tokens", found.tokens)):
+        nearest, least = -1, 2.0
+        for index in indexes:
+            if index < len(rooms):
+                limit = found.rules[index].limit
+                share = rooms[index].remaining / limit if limit else 0.0
+                if share < least:
+                    nearest, least = index, share
+        if nearest >= 0:
+            written[f"x-ratelimit-limit-{name}"] = str(found.rules[nearest].limit)
+            written[f"x-ratelimit-remaining-{name}"] = str(rooms[nearest].remaining)
+            written[f"x-ratelimit-reset-{name}"] = duration(rooms[nearest].reset_us)
+    return written
 
 
 def duration(us: int) -> str:
