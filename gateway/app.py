@@ -30,6 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 import migrations
 from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
+from backends.tokens import TokenCounter, exported
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems
 from gateway.api.admin import create_admin_router
@@ -227,6 +228,8 @@ async def _build(
         runtimes=runtimes, clock=clock,
     )  # fmt: skip
     ledger.observers.append(limits.settle)
+    counting = functools.partial(_count_tokens, config, data / "tokenizers", limits)
+    await stack.enter_async_context(_running(counting))
     await stack.enter_async_context(_running(limits.run))
     watcher = None
     if config_path is not None:
@@ -257,6 +260,17 @@ async def _build(
         watcher=watcher,
         new_admin_key=new_admin_key,
     )
+
+
+async def _count_tokens(config: Config, folder: Path, limits: Limits) -> None:
+    """Have the tokenizers of our engines. Until then, and without, prompts are estimated."""
+    counters: dict[str, TokenCounter | None] = {}
+    for engine in config.engines:
+        if engine.model not in counters:
+            counters[engine.model] = await exported(engine.model, folder)
+        found = counters[engine.model]
+        if found is not None:
+            limits.counters[engine.name] = found
 
 
 async def _open_limits(

@@ -17,6 +17,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from backends.tokens import TokenCounter
 from gateway.allowances import BudgetSettings, LimitSettings
 from gateway.auth import Caller
 from gateway.call import Asked, Call
@@ -26,6 +27,7 @@ from gateway.limits.arithmetic import MINUTE_US, MOST, BudgetState, Demand, Kind
 from gateway.limits.estimate import Estimator
 from gateway.limits.follow import Follower, SpendSource
 from gateway.limits.growth import Growth
+from gateway.limits.prompt import prompt_of
 from gateway.limits.rules import Applied, Rule, Rules, Wanted, Windows, applied
 from gateway.limits.slices import Slices
 from gateway.limits.store import MemoryStore, Store, StoreGone
@@ -93,6 +95,7 @@ class Limits:
         """`patience_s`: how long requests wait for the ledger when a budget's counter is new. How
         long they wait for the store is `limits.store_budget_ms`, all questions together."""
         self.counts = Counts()
+        self.counters: dict[str, TokenCounter] = {}  # of engines, by the backend's name
         self.on_wait: Callable[[float], None] = _unheard  # seconds that a request waited
         limits, _ = settings()
         self.estimator = Estimator(limits.output_tokens)
@@ -156,7 +159,7 @@ class Limits:
         self._holds[call.request_id] = hold  # first: whatever happens now is settled
         if not found.rules:
             return
-        wanted = self._wanted(asked, plan, models)
+        wanted = self._wanted(call, asked, plan, models)
         hold.output_tokens = wanted.output_tokens
         verdict = await self._decide(call, hold, wanted)
         if not verdict.admitted:
@@ -182,8 +185,12 @@ class Limits:
             self._rules.popitem(last=False)
         return rules
 
-    def _wanted(self, asked: Asked, plan: Sequence[Target], models: tuple[str, ...]) -> Wanted:
-        tokens_in = self.estimator.input_tokens(asked.model, asked.text_bytes, asked.images)
+    def _wanted(
+        self, call: Call, asked: Asked, plan: Sequence[Target], models: tuple[str, ...]
+    ) -> Wanted:
+        tokens_in = self.estimator.input_tokens(
+            asked.model, asked.text_bytes, asked.images, self._counted(call, plan)
+        )
         tokens_out = asked.output_limit
         if tokens_out is None:
             tokens_out = self.estimator.output_tokens(asked.model, asked.choices)
@@ -208,6 +215,17 @@ class Limits:
             is_bounded=asked.output_limit is not None,
             spend_nano=min(MOST, max((cost for cost in costs if cost is not None), default=0)),
         )
+
+    def _counted(self, call: Call, plan: Sequence[Target]) -> int | None:
+        """The prompt's tokens, if all who may be asked are engines whose tokenizer we have."""
+        counters = self.counters
+        if not counters or any(target.backend not in counters for target in plan):
+            return None
+        prompt = prompt_of(call.surface, call.body)
+        if prompt is None:
+            return None
+        of_each = {id(counters[t.backend]): counters[t.backend] for t in plan}.values()
+        return prompt.extra + max(counter.count(prompt.texts) for counter in of_each)
 
     async def _decide(self, call: Call, hold: _Hold, wanted: Wanted) -> Verdict:
         """By the store, else by the slice."""

@@ -42,7 +42,12 @@ class Estimator:
         self._models: OrderedDict[str, _Seen] = OrderedDict()
         self._device_nano: dict[tuple[str, str], float] = {}  # per token, on owned hardware
 
-    def input_tokens(self, model: str, text_bytes: int, images: int) -> int:
+    def input_tokens(
+        self, model: str, text_bytes: int, images: int, counted: int | None = None
+    ) -> int:
+        """`counted`: by the model's own tokenizer."""
+        if counted is not None:
+            return counted + images * TOKENS_PER_IMAGE
         seen = self._models.get(model)
         rate = FIRST_TOKENS_PER_BYTE
         if seen is not None and seen.count:
