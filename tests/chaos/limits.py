@@ -26,14 +26,14 @@ from gateway.limits import RedisStore, StoreGone
 from tests.chaos.replicas import Replicas, Tenant, replicas
 
 REPLICAS = 4
-WORKERS = 6  # of each tenant at each replica
+WORKERS = 3  # of each tenant at each replica
 REST_S = 0.02  # of a worker after an answer, longer after a refusal
-LIMIT = 1500  # requests per hour
-BUDGET = "0.06"  # dollars; a request costs about 17 millionths, and is held at twice that
+LIMIT = 300  # requests per hour
+BUDGET = "0.003"  # dollars; a request costs about 9 millionths, and is held at twice that
 SHARE = 0.5  # limits.offline_share
 MORE = f"[limits]\noffline_share = {SHARE}\nlease_s = 20\n[budgets]\nrebase_s = 5\n"
 SLICES_AFTER_S = 13  # a replica has a slice when all others have had the time to count it
-BUDGET_MS = 50
+LATE = 0.01  # share of requests that may have waited longer: the machine's own lateness
 
 
 class Plan(Struct, frozen=True):
@@ -49,7 +49,8 @@ class Plan(Struct, frozen=True):
 class Load:
     """What clients saw of one tenant."""
 
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, name: str, tenant: Tenant) -> None:
+        self.name = name
         self.tenant = tenant
         self.codes: Counter[int] = Counter()
         self.degraded = 0
@@ -120,7 +121,7 @@ def run(plan: Plan, *, show: Callable[[str], None]) -> list[str]:
         tempfile.TemporaryDirectory() as folder,
         replicas(Path(folder), REPLICAS, more=MORE) as world,
     ):
-        loads = [Load(world.tenant(name)) for name in ("by requests", "by money", "free")]
+        loads = [Load(name, world.tenant(name)) for name in ("by requests", "by money", "free")]
         by_requests, by_money, _ = loads
         world.admin(
             "PUT", "limits", tenant=by_requests.tenant.id, counts="requests", amount=LIMIT,
@@ -133,7 +134,7 @@ def run(plan: Plan, *, show: Callable[[str], None]) -> list[str]:
         waits = Waits(world)
         nano = round(float(BUDGET) * 1e9)
         allowed = 2 * LIMIT + int(LIMIT * SHARE)
-        table = Table("", "tenant", "admitted", "of them by slices", "the most that may pass")
+        table = Table("tenant", "admitted", "of them by slices", "the most that may pass")
         for load, (holds, held, spent, served, cost) in zip(loads, books, strict=True):
             passed, most = str(load.codes[200]), "no limit"
             if load is by_requests:
@@ -148,7 +149,7 @@ def run(plan: Plan, *, show: Callable[[str], None]) -> list[str]:
             check(broken, (holds, held) == (0, 0), f"still held: {holds}, {held}")
             check(broken, served == load.codes[200], f"{served} in the ledger, {load.codes}")
             check(broken, load.codes[500] == 0, f"defects: {load.codes}")
-            table.add_row(load.tenant.id[-4:], passed, str(load.degraded), most)
+            table.add_row(load.name, passed, str(load.degraded), most)
         Console(width=120).print(table)
         show(f"answers: {[dict(load.codes) for load in loads]}")
         show(f"waited for Redis: {waits}")
@@ -168,11 +169,12 @@ class Waits:
         self.all = sum(world.metric(f"{name}_count"))
         self.short = sum(world.metric(f"{name}_bucket", le="0.005"))
         self.longer = self.all - sum(world.metric(f"{name}_bucket", le="0.05"))
+        self.longest = self.all - sum(world.metric(f"{name}_bucket", le="0.1"))
 
     def __str__(self) -> str:
         return (
             f"{self.all:.0f} requests, {self.short / self.all:.2%} at most 5 ms, "
-            f"{self.longer:.0f} more than {BUDGET_MS} ms"
+            f"{self.longer:.0f} more than 50 ms, {self.longest:.0f} more than 100 ms"
         )
 
 

@@ -62,6 +62,9 @@ class Replicas:
             timeout=30,
         )
 
+    def close(self) -> None:
+        self._admin.close()
+
     @property
     def urls(self) -> list[str]:
         return [server.base_url.removesuffix("/v1") for server in self.servers]
@@ -128,4 +131,6 @@ def replicas(
             if start.exception() is None:
                 stack.push(context.__exit__)
         servers = [start.result() for start in starts]
-        yield Replicas(servers, database, redis)
+        world = Replicas(servers, database, redis)
+        stack.callback(world.close)
+        yield world
