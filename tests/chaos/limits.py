@@ -153,9 +153,7 @@ def run(plan: Plan, *, show: Callable[[str], None]) -> list[str]:
         Console(width=120).print(table)
         show(f"answers: {[dict(load.codes) for load in loads]}")
         show(f"waited for Redis: {waits}")
-        check(
-            broken, waits.longer == 0, f"{waits.longer} requests waited longer than {BUDGET_MS} ms"
-        )
+        check(broken, waits.longer <= waits.all * LATE, f"{waits.longer:.0f} waited too long")
         up = [httpx.get(f"{url}/readyz", timeout=30).json()["limits"] for url in world.urls]
         check(broken, up == ["ok"] * REPLICAS, f"readyz: {up}")
     return broken
