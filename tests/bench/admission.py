@@ -164,14 +164,14 @@ def record(request_id: str) -> RequestRecord:
 
 async def whole_stage(store: Store, tenants: int) -> float:
     clock = SystemClock()
-    written = (LimitSettings(), BudgetSettings())
+    written, book = (LimitSettings(), BudgetSettings()), PriceBook()
     limits = Limits(
         store,
         slices=Slices(MemoryStore(clock), 0.5),
         replicas=lambda: 1,
         is_up=lambda: True,
         spend=NothingSpent(),
-        prices=PriceBook,
+        prices=lambda: book,
         provider_of=lambda _: "openai",
         settings=lambda: written,
         clock=clock,
