@@ -36,6 +36,19 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8080
+    workers: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Processes that share the port, for machines with cores."),
+    ] = 1
+    worker_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="With several workers: the first of as many further ports in a row, one a "
+            "worker, where each one's /metrics is; 0 picks free ones. /metrics/targets lists them.",
+        ),
+    ] = 0
     max_body_mb: Annotated[
         int, Meta(ge=1, le=1024, description="Largest request body, megabytes (10^6 bytes).")
     ] = 32

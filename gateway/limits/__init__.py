@@ -2,6 +2,7 @@
 
 from gateway.limits.admission import Limits
 from gateway.limits.cluster import ClusterStore
+from gateway.limits.counters import CounterClient, CounterServer
 from gateway.limits.follow import SpendSource
 from gateway.limits.growth import Growth
 from gateway.limits.redis_store import RedisStore
@@ -22,6 +23,8 @@ def shared_store(
 
 __all__ = [
     "ClusterStore",
+    "CounterClient",
+    "CounterServer",
     "Growth",
     "Limits",
     "MemoryStore",

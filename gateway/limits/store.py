@@ -97,8 +97,11 @@ class MemoryStore:
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None:
         arithmetic.renew(self._state(tenant), self.now_us(), hold_ids, lease_us)
 
-    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+    def try_extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
         return arithmetic.extend(self._state(tenant), self.now_us(), hold_id, more)
+
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        return self.try_extend(tenant, hold_id, more)
 
     def try_rebase(self, tenant: str, spent: Spent) -> None:
         arithmetic.rebase(self._state(tenant), spent)
@@ -111,10 +114,13 @@ class MemoryStore:
         if self._state(tenant).budget(spent.key) is None:
             self.try_rebase(tenant, spent)
 
-    async def budget(self, tenant: str, key: str) -> BudgetState | None:
+    def try_budget(self, tenant: str, key: str) -> BudgetState | None:
         state = self._state(tenant)
         arithmetic.expire(state, self.now_us())
         return state.budget(key)
+
+    async def budget(self, tenant: str, key: str) -> BudgetState | None:
+        return self.try_budget(tenant, key)
 
     def holds(self, tenant: str) -> int:
         state = self._state(tenant)
