@@ -164,7 +164,7 @@ def record(request_id: str) -> RequestRecord:
 
 async def whole_stage(store: Store, tenants: int) -> float:
     clock = SystemClock()
-    written, book = (LimitSettings(), BudgetSettings()), PriceBook()
+    written, book = (LimitSettings(store_budget_ms=1000), BudgetSettings()), PriceBook()
     limits = Limits(
         store,
         slices=Slices(MemoryStore(clock), 0.5),
@@ -224,6 +224,6 @@ async def measure() -> list[tuple[str, float]]:
         for size in sizes:
             memory = await whole_stage(MemoryStore(SystemClock()), size)
             rows.append((f"the whole stage, in process, {size}", memory))
-            async with RedisStore(server.url, node="bench", budget_s=5) as store:
+            async with RedisStore(server.url, node="bench", budget_s=1) as store:
                 rows.append((f"the whole stage, Redis, {size}", await whole_stage(store, size)))
     return rows
