@@ -13,7 +13,7 @@ from typing import Self
 
 from msgspec import structs
 
-from backends.base import BackendError, BackendTruncated, Chunk, Final, Whole
+from backends.base import BackendError, BackendTruncated, Chunk, Final, Previous, Whole
 from gateway.call import Asked, Call
 from gateway.cutoff import LENGTH, Ending
 from gateway.dispatch import Live, as_gateway_error, fail, outcome_of
@@ -38,16 +38,22 @@ class Answer:
         asked: Asked,
         live: Live,
         record: OpenRecord,
+        previous: Previous | None = None,
         growth: Growth | None = None,
     ) -> None:
         """`growth`: of its reservation, for a stream that was not told how long it may get."""
         self._growth = growth if asked.stream else None
         self._was_ended = False  # by us: what is held for it cannot grow
         self.call = call
+        self.previous = previous
         self.asked = asked
         self.record = record
         self._live = live
         self._complete = False
+
+    @property
+    def backend(self) -> str:
+        return self._live.attempt.backend
 
     @property
     def headers(self) -> dict[str, str]:

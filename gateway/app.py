@@ -32,9 +32,11 @@ from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
 from backends.tokens import TokenCounter, exported
 from gateway import secrets
-from gateway.api import completions, health, models, openapi, problems
+from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
+from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
+from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
@@ -54,6 +56,7 @@ from gateway.limits import (
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
+from gateway.responses import ResponseStore
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.tenants import Tenants, tenant_names
 from gateway.workers import Place
@@ -239,9 +242,26 @@ async def _build(
     await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
 
     gateway = Gateway(
-        runtimes=runtimes, auth=auth, limits=limits, ledger=ledger, refusals=Refusals(clock)
+        runtimes=runtimes,
+        auth=auth,
+        limits=limits,
+        ledger=ledger,
+        refusals=Refusals(clock),
+        responses=ResponseStore(engine, clock, lambda: runtimes.current.config.responses),
     )
     _watch(metrics, gateway, worker, runtimes)
+    shared_answers = None
+    if config.store.redis is not None:
+        redis = resolve(config.store.redis, environment)
+        shared_answers = SharedAnswers(redis, ttl_s=config.server.idempotency_ttl_s)
+        stack.push_async_callback(shared_answers.aclose)
+    idempotency = Idempotency(
+        clock,
+        ttl_s=config.server.idempotency_ttl_s,
+        most_bytes=config.server.idempotency_mb * 1_000_000,
+        shared=shared_answers,
+    )
+    stack.push_async_callback(idempotency.aclose)
     app = create_app(
         gateway=gateway,
         metrics=metrics,
@@ -250,6 +270,7 @@ async def _build(
         desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
         place=place,
+        idempotency=idempotency,
     )
     return Service(
         app=app,
@@ -330,18 +351,26 @@ def create_app(
     tenants: Tenants,
     desk: Desk,
     readiness: Readiness,
+    idempotency: Idempotency,
     place: Place | None = None,
 ) -> Litestar:
     """The HTTP face. Every route names in `opt["caller"]` who may call it."""
 
     def keep(config: AppConfig) -> AppConfig:
         config.state.gateway = gateway
+        config.state.idempotency = idempotency
         return config
 
     app = Litestar(
         route_handlers=[
             completions.chat,
             completions.completions,
+            completions.embeddings,
+            completions.responses,
+            completions.messages,
+            completions.count_tokens,
+            responses.read_response,
+            responses.delete_response,
             models.list_models,
             models.one_model,
             health.livez,
@@ -355,6 +384,7 @@ def create_app(
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
             "admin": Provide(lambda: admin, sync_to_thread=False),
+            "responses": Provide(lambda: gateway.responses, sync_to_thread=False),
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
             "place": Provide(lambda: place, sync_to_thread=False),
         },

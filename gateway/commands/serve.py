@@ -22,6 +22,7 @@ import uvloop
 from msgspec import structs
 from typing_extensions import override
 
+from gateway.api.protocol import Protocol
 from gateway.app import (
     VERSION,
     Service,
@@ -245,7 +246,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 service.app,
                 loop="uvloop",
-                http="httptools",
+                http=Protocol,
                 lifespan="on",
                 log_config=None,
                 access_log=False,
@@ -253,7 +254,6 @@ class _Server(uvicorn.Server):
                 date_header=True,
                 timeout_graceful_shutdown=1,  # after `shutdown` has waited for the requests
                 timeout_keep_alive=75,  # longer than a load balancer's, so that it closes first
-                h11_max_incomplete_event_size=64 * 1024,
             )
         )
         self._service = service

@@ -22,6 +22,7 @@ from gateway.auth import Auth, AuthSettings, Credential
 from gateway.budgets import Allowances
 from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable, Unauthenticated
 from gateway.keys import KeyRing
+from gateway.responses import StoredResponseRow
 from gateway.tenants import (
     AuditRow,
     IssuedKey,
@@ -102,9 +103,11 @@ async def test_the_migration_makes_what_the_models_say(database_url: str) -> Non
     """The revisions up equal the models, triggers and first row included; down leaves nothing."""
     import importlib
 
-    names = ("0001_tenants", "0003_limits", "0008_tenant_tree", "0009_budget_downgrade")
+    names = ("0001_tenants", "0003_limits", "0005_responses", "0008_tenant_tree")
+    names += ("0009_budget_downgrade",)
     revisions = [importlib.import_module(f"migrations.versions.{name}") for name in names]
     engine = open_engine(database_url)
+    assert StoredResponseRow.__tablename__ in TenantBase.metadata.tables
 
     def run(connection: Connection, step: Callable[[], None]) -> None:
         with Operations.context(MigrationContext.configure(connection)):
