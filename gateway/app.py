@@ -32,6 +32,7 @@ from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
 from backends.tokens import TokenCounter, exported
 from gateway import secrets
+from gateway.admins import Admins
 from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
 from gateway.api.idempotency import Idempotency
@@ -40,7 +41,7 @@ from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StoreUnavailable
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
@@ -54,11 +55,13 @@ from gateway.limits import (
     shared_store,
 )
 from gateway.pipeline import Gateway
+from gateway.price_snapshot import PriceSnapshot
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
 from gateway.runtime import ConfigWatcher, RuntimeHolder
-from gateway.tenants import Tenants, tenant_names
+from gateway.snapshot import KeySnapshot
+from gateway.tenants import Tenants, tenant_names, tenant_places
 from gateway.workers import Place
 from telemetry import books, logs
 from telemetry import metrics as metric
@@ -105,11 +108,18 @@ class Service(Struct, frozen=True, kw_only=True):
 class Prices:
     """The price book in force. Replaced when a book is published, read at each settlement."""
 
-    def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
+    def __init__(self, engine: AsyncEngine, clock: Clock, snapshot: PriceSnapshot) -> None:
         self.book = PriceBook()
         self._published = 0
         self._engine = engine
         self._clock = clock
+        self._snapshot = snapshot
+        self._unpublished: Config | None = None  # the database was away when it was to be
+
+    def restore(self, config: Config) -> None:
+        """The book of before the restart, until the database is back; then the config's."""
+        self.book = self._snapshot.read() or self.book
+        self._unpublished = config
 
     def rate(self, attempt: Attempt) -> tuple[Charge, ...]:
         return rate(attempt, self.book)
@@ -131,7 +141,9 @@ class Prices:
         while True:
             await asyncio.sleep(BOOKS_EVERY_S)
             try:
-                if await books.published_count(self._engine) != self._published:
+                if self._unpublished is not None:
+                    await self.publish(self._unpublished)
+                elif await books.published_count(self._engine) != self._published:
                     await self._load()
             except (SQLAlchemyError, OSError) as error:  # the book in force goes on
                 log.warning("price_books_unreadable", extra={"reason": type(error).__name__})
@@ -140,6 +152,11 @@ class Prices:
         # Counted first: what is published while they are read is found at the next look.
         self._published = await books.published_count(self._engine)
         self.book = await books.load(self._engine)
+        self._unpublished = None
+        try:
+            await asyncio.to_thread(self._snapshot.write, self.book)
+        except OSError as error:
+            log.warning("price_snapshot_failed", extra={"reason": type(error).__name__})
 
 
 @contextlib.asynccontextmanager
@@ -184,16 +201,29 @@ async def _build(
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
     stack.push_async_callback(engine.dispose)
-    await _bring_up_to_date(engine)
-
-    ring = KeyRing(secrets.pepper(config, environment))
+    ring = KeyRing(*secrets.peppers(config, environment))
     tenants = Tenants(engine, ring, clock)
-    await tenants.verify_pepper()
+    snapshot = KeySnapshot(data / "key-snapshot", ring)
+    price_snapshot = PriceSnapshot(data / "price-snapshot", ring)
+    is_away = False
+    try:
+        await _bring_up_to_date(engine)
+        await tenants.verify_pepper()
+    except (SQLAlchemyError, OSError, StoreUnavailable) as error:
+        if snapshot.read() is None or price_snapshot.read() is None:
+            raise
+        is_away = True
+        log.warning("started_without_database", extra={"reason": type(error).__name__})
     admin_key, new_admin_key = secrets.admin_key(config, environment)
-    auth = await stack.enter_async_context(Auth(tenants, ring, clock))
+    auth = await stack.enter_async_context(
+        Auth(tenants, ring, clock, config.auth, snapshot=snapshot)
+    )
 
-    prices = Prices(engine, clock)
-    await prices.publish(config)
+    prices = Prices(engine, clock, price_snapshot)
+    if is_away:
+        prices.restore(config)
+    else:
+        await prices.publish(config)
     await stack.enter_async_context(_running(prices.keep_current))
 
     wal = _open_wal(config, clock)
@@ -265,9 +295,14 @@ async def _build(
     app = create_app(
         gateway=gateway,
         metrics=metrics,
-        admin=Admin(admin_key.reveal()),
+        admin=Admin(admin_key.reveal(), admins=Admins(tenants, ring), auth=auth, clock=clock),
         tenants=tenants,
-        desk=Desk(engine, functools.partial(tenant_names, tenants)),
+        ring=ring,
+        desk=Desk(
+            engine,
+            functools.partial(tenant_names, tenants),
+            functools.partial(tenant_places, tenants),
+        ),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
         place=place,
         idempotency=idempotency,
@@ -349,6 +384,7 @@ def create_app(
     metrics: Metrics,
     admin: Admin,
     tenants: Tenants,
+    ring: KeyRing,
     desk: Desk,
     readiness: Readiness,
     idempotency: Idempotency,
@@ -377,8 +413,8 @@ def create_app(
             health.readyz,
             health.metrics,
             health.targets,
-            create_admin_router(tenants, admin),
-            create_reports_router(desk, admin),
+            create_admin_router(tenants, admin, ring),
+            create_reports_router(desk, admin, tenants),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
@@ -390,6 +426,7 @@ def create_app(
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
         after_request=problems.stamp,
+        before_send=[problems.name_request],
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,
@@ -401,6 +438,7 @@ def create_app(
         request_max_body_size=1_000_000,  # admin bodies; completions have their own limit
     )
     openapi.add_completions(app.openapi_schema)
+    openapi.add_roles(app.openapi_schema, app.routes)
     return app
 
 

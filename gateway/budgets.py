@@ -40,6 +40,7 @@ from gateway.tenants import (
     check_alive,
     find_key,
     find_tenant,
+    is_within,
     limits_of,
     subtree_ids,
     translating_database_errors,
@@ -181,7 +182,7 @@ class Allowances:
     async def _remove(self, kind: _Kind, one_id: str, actor: str) -> Any:
         async with self._tenants.writing(actor) as write:
             row: Any = await write.db.get(kind.row, one_id)
-            if row is None:
+            if row is None or not await is_within(write.db, row.tenant_id):
                 raise NotFound(f"No such {kind.name}.")
             before = next(x for x in await kind.of(write.db, row.tenant_id) if x.id == one_id)
             owner = await write.db.get_one(TenantRow, row.tenant_id)

@@ -95,6 +95,7 @@ class Call(Struct, frozen=True, kw_only=True):
     body: bytes
     headers: Iterable[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
     presence: Presence
+    client: tuple[str, int] | None = None  # the socket's other end, as ASGI gives it
     traceparent: str | None = None
     client_request_id: str | None = None
     vendor_headers: tuple[tuple[bytes, bytes], ...] = ()  # the client's, that may go upstream
@@ -103,7 +104,7 @@ class Call(Struct, frozen=True, kw_only=True):
 
     def credential(self) -> Credential:
         """The key it came with. Raises Unauthenticated."""
-        return read_credential(self.headers)
+        return read_credential(self.headers, self.client)
 
     def may_degrade(self) -> bool:
         """Whether the client takes less than it asked for rather than nothing."""

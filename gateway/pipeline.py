@@ -136,6 +136,7 @@ class Gateway:
             raise
         record.data.tenant_id = caller.tenant_id
         record.data.key_id = caller.key_id
+        caller.require(call.surface)
         return caller
 
     @staticmethod

@@ -22,7 +22,7 @@ from uuid import UUID
 import asyncpg
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from sqlalchemy import (
     CTE,
     JSON,
@@ -40,6 +40,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    true,
     update,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
@@ -47,13 +48,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from gateway.allowances import Budget, Limit
-from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable
-from gateway.keys import MODEL_PATTERN, PREFIX, KeyRing
+from gateway.errors import BadRequest, Conflict, Forbidden, NotFound, StoreUnavailable
+from gateway.keys import MODEL_PATTERN, PREFIX, SCOPES, KeyRing
+from gateway.roles import Principal
+from gateway.trust import networks
 from telemetry.clock import Clock
 from telemetry.database import open_engine
 from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
 from telemetry.money import plain
 from telemetry.redaction import Secret
+from telemetry.reports.chargeback import TenantPlace
 from telemetry.tables import Money, UtcTime
 
 TenantState = Literal["active", "suspended", "deleted"]
@@ -73,6 +77,7 @@ MAX_GRACE: Final = timedelta(days=90)
 MAX_LIFE: Final = timedelta(days=36_525)
 MAX_PAGE: Final = 100
 MAX_CHANGES: Final = 1_000
+WITHIN: Final = "within"  # in a session's info: whose part of the tree it may see
 
 Big = BigInteger().with_variant(Integer, "sqlite")
 Json = JSON(none_as_null=True)
@@ -133,6 +138,9 @@ class KeyRow(TenantBase):
     name: Mapped[str] = mapped_column(String(MAX_KEY_NAME_CHARS))
     secret_hmac: Mapped[bytes] = mapped_column(LargeBinary(32))
     model_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: all models
+    target_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: all targets
+    scopes: Mapped[list[str] | None] = mapped_column(Json)  # null: all scopes
+    ip_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: from anywhere
     created_at: Mapped[datetime] = mapped_column(UtcTime)
     expires_at: Mapped[datetime | None] = mapped_column(UtcTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcTime)
@@ -195,8 +203,25 @@ class AuditRow(TenantBase):
     object: Mapped[str] = mapped_column(String(128))
     before: Mapped[Any | None] = mapped_column(Json)
     after: Mapped[Any | None] = mapped_column(Json)
+    request_id: Mapped[str | None] = mapped_column(String(64))
 
     __table_args__ = (Index("ix_audit_log_object", "object", "id"),)
+
+
+class AdminKeyRow(TenantBase):
+    """An administrator's key: a role, for all tenants or for one and what is below it."""
+
+    __tablename__ = "admin_key"
+
+    id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    public_id: Mapped[str] = mapped_column(String(32), unique=True)
+    name: Mapped[str] = mapped_column(String(MAX_KEY_NAME_CHARS))
+    role: Mapped[str] = mapped_column(String(16))
+    tenant_id: Mapped[str | None] = mapped_column(String(36), ForeignKey("tenant.id"))
+    secret_hmac: Mapped[bytes] = mapped_column(LargeBinary(32))
+    created_at: Mapped[datetime] = mapped_column(UtcTime)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcTime)
 
 
 class IdentityStateRow(TenantBase):
@@ -304,6 +329,7 @@ class Key(Struct, frozen=True, kw_only=True):
     id: Annotated[KeyId, Meta(description="What the ledger and the audit log call it.")]
     public_id: Annotated[str, Meta(description="The readable part: `sk-ml-PUBLICID-…`.")]
     tenant_id: TenantId
+    tenant: Annotated[str, Meta(description="The tenant's path.")]
     name: Annotated[str, Meta(description="What it is for.")]
     state: Annotated[
         KeyState,
@@ -315,6 +341,21 @@ class Key(Struct, frozen=True, kw_only=True):
             description="Models it may ask for: names, and starts of names followed by `*`. "
             "null: all. Empty: none."
         ),
+    ]
+    target_allow: Annotated[
+        list[str] | None,
+        Meta(
+            description="Where its requests may go: `BACKEND/MODEL`, and starts of it followed by "
+            "`*`. null: anywhere. Empty: nowhere."
+        ),
+    ]
+    scopes: Annotated[
+        list[str] | None,
+        Meta(description=f"What it may do, of {', '.join(SCOPES)}. null: all. Empty: nothing."),
+    ]
+    ip_allow: Annotated[
+        list[str] | None,
+        Meta(description="Networks (CIDR) it may be used from. null: any. Empty: none."),
     ]
     created_at: datetime
     expires_at: Annotated[datetime | None, Meta(description="null: never.")]
@@ -335,7 +376,19 @@ class KeyChange(Struct, frozen=True, kw_only=True):
 
     name: str | UnsetType = UNSET
     model_allow: list[str] | UnsetType | None = UNSET
+    target_allow: list[str] | UnsetType | None = UNSET
+    scopes: list[str] | UnsetType | None = UNSET
+    ip_allow: list[str] | UnsetType | None = UNSET
     expires_at: datetime | UnsetType | None = UNSET
+
+
+class Bounds(Struct, frozen=True, kw_only=True):
+    """What a key is narrowed to. Of each list: None allows all, an empty one nothing."""
+
+    model_allow: list[str] | None = None
+    target_allow: list[str] | None = None
+    scopes: list[str] | None = None
+    ip_allow: list[str] | None = None
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -354,6 +407,9 @@ class Identity(Struct, frozen=True, kw_only=True):
     limits: tuple[Limit, ...] = ()  # of the tenant, all of them
     budgets: tuple[Budget, ...] = ()
     ancestors: tuple[Ancestor, ...] = ()  # nearest first, the top last
+    target_allow: list[str] | None = None
+    scopes: list[str] | None = None
+    ip_allow: list[str] | None = None
 
     __repr__ = object.__repr__
 
@@ -372,6 +428,14 @@ class Page(Generic[Item]):
 # ---------------------------------------------------------------------------------------- queries
 
 
+class View(Struct, frozen=True, kw_only=True):
+    """On whose behalf a query runs."""
+
+    actor: str | None = None  # None: whom the caller of the method names
+    within: str | None = None  # a tenant: it and all below it are all there is
+    request_id: str | None = None
+
+
 @dataclass(slots=True)
 class Write:
     """One open write transaction. Whoever changes what a key may do stamps its row, or its
@@ -382,6 +446,7 @@ class Write:
     at: datetime
     now_ns: int
     actor: str
+    request_id: str | None = None
 
     def record(self, action: str, of: str, before: Struct | None, after: Struct | None) -> None:
         self.db.add(
@@ -392,6 +457,7 @@ class Write:
                 object=of,
                 before=None if before is None else msgspec.to_builtins(before),
                 after=None if after is None else msgspec.to_builtins(after),
+                request_id=self.request_id,
             )
         )
 
@@ -401,10 +467,23 @@ class Tenants:
     by its name where only one has it; a key by id, public id, or any text that starts like the key.
     Raises leaves of the gateway's error tree only."""
 
-    def __init__(self, engine: AsyncEngine, ring: KeyRing, clock: Clock) -> None:
+    def __init__(
+        self, engine: AsyncEngine, ring: KeyRing, clock: Clock, view: View | None = None
+    ) -> None:
         self._engine = engine
         self._ring = ring
         self._clock = clock
+        self._view = view or View()
+
+    @property
+    def within(self) -> str | None:
+        """The tenant that is all there is for whoever asks; None: all are."""
+        return self._view.within
+
+    def seen_by(self, principal: Principal, request_id: str | None = None) -> Self:
+        """As this principal may see it: its part of the tree, and its name in the audit log."""
+        view = View(actor=principal.name, within=principal.tenant_id, request_id=request_id)
+        return type(self)(self._engine, self._ring, self._clock, view)
 
     @classmethod
     def open(cls, database: str, ring: KeyRing, clock: Clock) -> Self:
@@ -440,6 +519,8 @@ class Tenants:
         _check_facts(kind, cost_centre, currency)
         with _taken(name):
             async with self.writing(actor) as write:
+                if parent is None:
+                    _check_top(write.db)
                 above = None if parent is None else await _find_parent(write.db, parent)
                 row = TenantRow(
                     id=new_tenant_id(write.now_ns),
@@ -468,6 +549,7 @@ class Tenants:
         if after is not None:
             query = query.where(TenantRow.id > _cursor(after))
         async with self.reading() as db:
+            query = query.where(_seen(db, TenantRow.id))
             if below is not None:
                 top = await find_tenant(db, below)
                 query = query.where(TenantRow.id.in_(select(_subtree([top.id]).c.id)))
@@ -488,7 +570,10 @@ class Tenants:
         """id → where it stands, of every tenant, deleted ones too."""
         async with self.reading() as db:
             rows = {row.id: row for row in await db.scalars(select(TenantRow))}
-        return {tenant_id: _place(_chain(tenant_id, rows)) for tenant_id in rows}
+            seen = set(await db.scalars(select(TenantRow.id).where(_seen(db, TenantRow.id))))
+        return {
+            tenant_id: _place(_chain(tenant_id, rows)) for tenant_id in rows if tenant_id in seen
+        }
 
     async def change_tenant(self, ref: str, change: TenantChange, *, actor: str) -> Tenant:
         """Rename, move, or change its facts. Whoever is moved takes all below along."""
@@ -548,7 +633,7 @@ class Tenants:
                 select(KeyRow).where(KeyRow.tenant_id == row.id, KeyRow.revoked_at.is_(None))
             )
             for key in keys:
-                self._revoke(write, key)
+                await self._revoke(write, key)
             return await self._move(write, row, "deleted", "tenant.delete")
 
     async def _set_state(self, ref: str, state: TenantState, action: str, actor: str) -> Tenant:
@@ -575,23 +660,29 @@ class Tenants:
         *,
         name: str = "",
         model_allow: Sequence[str] | None = None,
+        target_allow: Sequence[str] | None = None,
+        scopes: Sequence[str] | None = None,
+        ip_allow: Sequence[str] | None = None,
         expires_at: datetime | None = None,
         actor: str,
     ) -> IssuedKey:
-        """`model_allow`: names and `prefix*` patterns; None allows all, an empty list none."""
-        self._check_key(name, model_allow, expires_at)
+        """Of each list: None allows all, an empty one nothing."""
+        bounds = Bounds(
+            model_allow=_listed(model_allow),
+            target_allow=_listed(target_allow),
+            scopes=_listed(scopes),
+            ip_allow=_listed(ip_allow),
+        )
+        self._check_key(name, bounds, expires_at)
         async with self.writing(actor) as write:
             owner = await find_tenant(write.db, tenant)
             check_alive(owner)
             row, secret = await self._mint(
-                write,
-                tenant_id=owner.id,
-                name=name,
-                model_allow=None if model_allow is None else list(model_allow),
-                expires_at=expires_at,
+                write, tenant_id=owner.id, name=name, bounds=bounds, expires_at=expires_at
             )
-            write.record("key.create", f"key/{row.id}", None, _key(row, write.at))
-            return IssuedKey(key=_key(row, write.at), secret=secret)
+            made = await _key_shown(write.db, row, write.at)
+            write.record("key.create", f"key/{row.id}", None, made)
+            return IssuedKey(key=made, secret=secret)
 
     async def keys(
         self, tenant: str | None = None, *, after: str | None = None, limit: int = 20
@@ -601,15 +692,16 @@ class Tenants:
         if after is not None:
             query = query.where(KeyRow.id > _cursor(after))
         async with self.reading() as db:
+            query = query.where(_seen(db, KeyRow.tenant_id))
             if tenant is not None:
                 query = query.where(KeyRow.tenant_id == (await find_tenant(db, tenant)).id)
             rows = (await db.scalars(query)).all()
-        now = self._now()
-        return Page([_key(row, now) for row in rows[:limit]], len(rows) > limit)
+            shown = await _keys_shown(db, rows[:limit], self._now())
+        return Page(shown, len(rows) > limit)
 
     async def key(self, ref: str) -> Key:
         async with self.reading() as db:
-            return _key(await find_key(db, ref), self._now())
+            return await _key_shown(db, await find_key(db, ref), self._now())
 
     async def rotate_key(self, ref: str, grace: timedelta, *, actor: str) -> IssuedKey:
         """A new key like the old one, which works on until `grace` has passed. A key that expires
@@ -621,46 +713,52 @@ class Tenants:
         async with self.writing(actor) as write:
             old = await find_key(write.db, ref)
             await self._check_usable(write, old)
-            before = _key(old, write.at)
+            before = await _key_shown(write.db, old, write.at)
             new, secret = await self._mint(
                 write,
                 tenant_id=old.tenant_id,
                 name=old.name,
-                model_allow=old.model_allow,
+                bounds=msgspec.convert(old, Bounds, from_attributes=True),
                 expires_at=old.expires_at and write.at + (old.expires_at - old.created_at),
             )
             old.rotated_to = new.id
             old.grace_until = write.at + grace
             old.changed = write.number
-            write.record("key.create", f"key/{new.id}", None, _key(new, write.at))
-            write.record("key.rotate", f"key/{old.id}", before, _key(old, write.at))
-            return IssuedKey(key=_key(new, write.at), secret=secret)
+            made, after = await _keys_shown(write.db, [new, old], write.at)
+            write.record("key.create", f"key/{new.id}", None, made)
+            write.record("key.rotate", f"key/{old.id}", before, after)
+            return IssuedKey(key=made, secret=secret)
 
     async def revoke_key(self, ref: str, *, actor: str) -> Key:
         """At once and for good; a second time changes nothing."""
         async with self.writing(actor) as write:
             row = await find_key(write.db, ref)
             if row.revoked_at is None:
-                self._revoke(write, row)
-            return _key(row, write.at)
+                await self._revoke(write, row)
+            return await _key_shown(write.db, row, write.at)
 
     async def change_key(self, ref: str, change: KeyChange, *, actor: str) -> Key:
         self._check_key(
             "" if change.name is UNSET else change.name,
-            None if change.model_allow is UNSET else change.model_allow,
+            Bounds(
+                model_allow=change.model_allow or None,
+                target_allow=change.target_allow or None,
+                scopes=change.scopes or None,
+                ip_allow=change.ip_allow or None,
+            ),
             None if change.expires_at is UNSET else change.expires_at,
         )
         async with self.writing(actor) as write:
             row = await find_key(write.db, ref)
             if row.revoked_at is not None:
                 raise Conflict("This key is revoked; create a new one.")
-            before = _key(row, write.at)
+            before = await _key_shown(write.db, row, write.at)
             for column in change.__struct_fields__:
                 value = getattr(change, column)
                 if value is not UNSET:
                     setattr(row, column, value)
             row.changed = write.number
-            after = _key(row, write.at)
+            after = await _key_shown(write.db, row, write.at)
             write.record("key.change", f"key/{row.id}", before, after)
             return after
 
@@ -670,7 +768,7 @@ class Tenants:
         *,
         tenant_id: str,
         name: str,
-        model_allow: list[str] | None,
+        bounds: Bounds,
         expires_at: datetime | None,
     ) -> tuple[KeyRow, Secret]:
         await self._claim_pepper(write)
@@ -681,7 +779,7 @@ class Tenants:
             tenant_id=tenant_id,
             name=name,
             secret_hmac=minted.digest,
-            model_allow=model_allow,
+            **asdict(bounds),
             created_at=write.at,
             expires_at=expires_at,
             changed=write.number,
@@ -690,28 +788,27 @@ class Tenants:
         await write.db.flush()
         return row, minted.secret
 
-    def _revoke(self, write: Write, row: KeyRow) -> None:
-        before = _key(row, write.at)
+    async def _revoke(self, write: Write, row: KeyRow) -> None:
+        before = await _key_shown(write.db, row, write.at)
         row.revoked_at = write.at
         row.changed = write.number
-        write.record("key.revoke", f"key/{row.id}", before, _key(row, write.at))
+        after = await _key_shown(write.db, row, write.at)
+        write.record("key.revoke", f"key/{row.id}", before, after)
 
     async def _check_usable(self, write: Write, row: KeyRow) -> None:
         check_alive(await find_tenant(write.db, row.tenant_id))
-        state = _key(row, write.at).state
+        state = _key_state(row, write.at)
         if state in ("revoked", "expired"):
             raise Conflict(f"This key is {state}; create a new one.")
         if row.rotated_to is not None:
             raise Conflict(f"This key was rotated already, to {row.rotated_to}; rotate that one.")
 
-    def _check_key(
-        self, name: str, model_allow: Sequence[str] | None, expires_at: datetime | None
-    ) -> None:
+    def _check_key(self, name: str, bounds: Bounds, expires_at: datetime | None) -> None:
         if len(name) > MAX_KEY_NAME_CHARS or not name.isprintable():
             raise BadRequest(
                 f"A key's name is up to {MAX_KEY_NAME_CHARS} printable characters.", param="name"
             )
-        _check_models(model_allow or ())
+        _check_bounds(bounds)
         if expires_at is None:
             return
         if expires_at.tzinfo is None:
@@ -723,12 +820,23 @@ class Tenants:
 
     async def _claim_pepper(self, write: Write) -> None:
         state = await write.db.get_one(IdentityStateRow, 1)
-        if state.pepper_check is None:
-            state.pepper_check = self._ring.fingerprint()
-        self._same_pepper(state.pepper_check)
+        if state.pepper_check is not None:
+            self._same_pepper(state.pepper_check)
+        state.pepper_check = self._ring.fingerprint()
+
+    async def rehash(self, public_id: str, old: bytes, new: bytes) -> None:
+        """Keep a key's HMAC under the newest pepper from now on, unless it changed meanwhile."""
+        async with self.writing("gateway") as write:
+            row = await find_key(write.db, public_id)
+            if row.secret_hmac == old and row.revoked_at is None:
+                row.secret_hmac = new
+                row.changed = write.number
+                state = await write.db.get_one(IdentityStateRow, 1)
+                state.pepper_check = self._ring.fingerprint()
+                write.record("key.rehash", f"key/{row.id}", None, None)
 
     def _same_pepper(self, known: bytes) -> None:
-        if known != self._ring.fingerprint():
+        if not self._ring.knows(known):
             raise Conflict(
                 "The key pepper is not the one that this database's keys were made with: "
                 "restore it, or no existing key is recognised."
@@ -764,6 +872,35 @@ class Tenants:
             limits=tuple(limits),
             budgets=tuple(budgets),
             ancestors=tuple(ancestors),
+            target_allow=key.target_allow,
+            scopes=key.scopes,
+            ip_allow=key.ip_allow,
+        )
+
+    async def tenant_identity(self, ref: str) -> Identity | None:
+        """A tenant by id or path, as a key of it without any bound would see it; for tokens."""
+        async with self.reading() as db:
+            try:
+                tenant = await find_tenant(db, ref)
+            except (NotFound, BadRequest):
+                return None
+            limits = await limits_of(db, tenant.id)
+            budgets = await budgets_of(db, tenant.id)
+            ancestors = await _ancestors(db, tenant)
+        return Identity(
+            key_id=KeyId(""),
+            public_id="",
+            secret_hmac=b"",
+            tenant_id=TenantId(tenant.id),
+            tenant_name=tenant.name,
+            tenant_state=_state(tenant),
+            model_allow=None,
+            expires_at=None,
+            revoked_at=None,
+            grace_until=None,
+            limits=tuple(limits),
+            budgets=tuple(budgets),
+            ancestors=tuple(ancestors),
         )
 
     async def version(self) -> int:
@@ -789,13 +926,16 @@ class Tenants:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         with translating_database_errors():
-            async with AsyncSession(self._engine, expire_on_commit=False) as db:
+            async with self._session() as db:
                 yield db
+
+    def _session(self) -> AsyncSession:
+        return AsyncSession(self._engine, expire_on_commit=False, info={WITHIN: self._view.within})
 
     @asynccontextmanager
     async def writing(self, actor: str) -> AsyncIterator[Write]:
         with translating_database_errors():
-            async with AsyncSession(self._engine, expire_on_commit=False) as db, db.begin():
+            async with self._session() as db, db.begin():
                 # First, and in both databases a lock until commit: writes are one after the other.
                 number = await db.scalar(
                     update(IdentityStateRow)
@@ -804,7 +944,14 @@ class Tenants:
                     .returning(IdentityStateRow.version)
                 )
                 now_ns = self._clock.now_ns()
-                yield Write(db, _required(number), _instant(now_ns), now_ns, actor)
+                yield Write(
+                    db,
+                    _required(number),
+                    _instant(now_ns),
+                    now_ns,
+                    self._view.actor or actor,
+                    self._view.request_id,
+                )
 
     def _now(self) -> datetime:
         return _instant(self._clock.now_ns())
@@ -858,9 +1005,30 @@ async def find_tenant(db: AsyncSession, ref: str) -> TenantRow:
         row = await _by_path(db, names)
         if row is None and len(names) == 1:
             row = await _by_name(db, ref)
-    if row is None:
+    if row is None or not await is_within(db, row.id):
         raise NotFound("No such tenant.")
     return row
+
+
+async def is_within(db: AsyncSession, tenant_id: str) -> bool:
+    """Whether the session's principal may know of this tenant."""
+    within = db.info.get(WITHIN)
+    return within is None or tenant_id in await subtree_ids(db, within)
+
+
+def _seen(db: AsyncSession, column: Any) -> Any:
+    """The condition that a column names a tenant which the session's principal may know of."""
+    within = db.info.get(WITHIN)
+    return true() if within is None else column.in_(select(_subtree([within]).c.id))
+
+
+def _check_top(db: AsyncSession) -> None:
+    if db.info.get(WITHIN) is not None:
+        raise Forbidden(
+            "Only who administers all tenants may put one at the top; name a parent of your part "
+            "of the tree.",
+            param="parent",
+        )
 
 
 async def _by_path(db: AsyncSession, names: Sequence[str]) -> TenantRow | None:
@@ -903,6 +1071,7 @@ async def _find_parent(db: AsyncSession, ref: str) -> TenantRow:
 async def _move_below(db: AsyncSession, row: TenantRow, parent: str | None) -> None:
     """Refuses what would make a circle."""
     if parent is None:
+        _check_top(db)
         row.parent_id = None
         return
     above = await _find_parent(db, parent)
@@ -995,14 +1164,14 @@ async def find_key(db: AsyncSession, ref: str) -> KeyRow:
             raise NotFound("No such key.")
         query = query.where(KeyRow.public_id == public_id)
     row = (await db.scalars(query)).one_or_none()
-    if row is None:
+    if row is None or not await is_within(db, row.tenant_id):
         raise NotFound("No such key.")
     return row
 
 
 async def limits_of(db: AsyncSession, tenant_id: str | None) -> list[Limit]:
     """A tenant's limits, or all, by age."""
-    query = select(LimitRow).order_by(LimitRow.id)
+    query = select(LimitRow).where(_seen(db, LimitRow.tenant_id)).order_by(LimitRow.id)
     if tenant_id is not None:
         query = query.where(LimitRow.tenant_id == tenant_id)
     rows = (await db.scalars(query)).all()
@@ -1012,7 +1181,7 @@ async def limits_of(db: AsyncSession, tenant_id: str | None) -> list[Limit]:
 
 async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
     """A tenant's budgets, or all, by age."""
-    query = select(BudgetRow).order_by(BudgetRow.id)
+    query = select(BudgetRow).where(_seen(db, BudgetRow.tenant_id)).order_by(BudgetRow.id)
     if tenant_id is not None:
         query = query.where(BudgetRow.tenant_id == tenant_id)
     rows = (await db.scalars(query)).all()
@@ -1062,14 +1231,29 @@ def _state(row: TenantRow) -> TenantState:
     return state
 
 
-def _key(row: KeyRow, now: datetime) -> Key:
+async def _key_shown(db: AsyncSession, row: KeyRow, now: datetime) -> Key:
+    return (await _keys_shown(db, [row], now))[0]
+
+
+async def _keys_shown(db: AsyncSession, rows: Sequence[KeyRow], now: datetime) -> list[Key]:
+    ids = {row.tenant_id for row in rows}
+    owners = (await db.scalars(select(TenantRow).where(TenantRow.id.in_(ids)))).all()
+    chains = await _chains(db, owners)
+    return [_key(row, now, _place(chains[row.tenant_id]).path) for row in rows]
+
+
+def _key(row: KeyRow, now: datetime, tenant: str) -> Key:
     return Key(
         id=KeyId(row.id),
         public_id=row.public_id,
         tenant_id=TenantId(row.tenant_id),
+        tenant=tenant,
         name=row.name,
         state=_key_state(row, now),
         model_allow=row.model_allow,
+        target_allow=row.target_allow,
+        scopes=row.scopes,
+        ip_allow=row.ip_allow,
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
@@ -1151,18 +1335,37 @@ def _check_labels(labels: Mapping[str, str]) -> None:
             )
 
 
-def _check_models(patterns: Sequence[str]) -> None:
+def _listed(texts: Sequence[str] | None) -> list[str] | None:
+    return None if texts is None else list(texts)
+
+
+def _check_bounds(bounds: Bounds) -> None:
+    """Raises BadRequest with the field's path and what to do."""
+    _check_patterns(
+        bounds.model_allow or (),
+        "model_allow",
+        "A model is a name, or the start of names followed by one `*`.",
+    )
+    _check_patterns(
+        bounds.target_allow or (),
+        "target_allow",
+        "A target is BACKEND/MODEL, or the start of it followed by one `*`.",
+    )
+    for place, scope in enumerate(bounds.scopes or ()):
+        if scope not in SCOPES:
+            raise BadRequest(f"A scope is one of {', '.join(SCOPES)}.", param=f"scopes[{place}]")
+    networks(bounds.ip_allow or (), "ip_allow")
+
+
+def _check_patterns(patterns: Sequence[str], field: str, rule: str) -> None:
     if len(patterns) > MAX_MODEL_PATTERNS:
         raise BadRequest(
-            f"A key lists at most {MAX_MODEL_PATTERNS} models; use a pattern such as `name*`.",
-            param="model_allow",
+            f"A key lists at most {MAX_MODEL_PATTERNS} of them; use a pattern such as `name*`.",
+            param=field,
         )
     for place, pattern in enumerate(patterns):
         if not MODEL_PATTERN.fullmatch(pattern) or not pattern.isprintable():
-            raise BadRequest(
-                "A model is a name, or the start of names followed by one `*`.",
-                param=f"model_allow[{place}]",
-            )
+            raise BadRequest(rule, param=f"{field}[{place}]")
 
 
 def _page_size(limit: int) -> int:
@@ -1198,7 +1401,16 @@ async def tenant_names(tenants: Tenants) -> dict[str, str]:
     return {tenant_id: place.path for tenant_id, place in (await tenants.places()).items()}
 
 
+async def tenant_places(tenants: Tenants) -> dict[str, TenantPlace]:
+    """id → where it stands, for reports by level and cost centre."""
+    return {
+        tenant_id: TenantPlace(ids=place.ids, cost_centre=place.cost_centre)
+        for tenant_id, place in (await tenants.places()).items()
+    }
+
+
 __all__ = [
+    "AdminKeyRow",
     "Ancestor",
     "AuditRow",
     "BudgetRow",
@@ -1218,7 +1430,10 @@ __all__ = [
     "TenantRow",
     "TenantState",
     "Tenants",
+    "View",
     "Write",
+    "is_within",
     "subtree_ids",
     "tenant_names",
+    "tenant_places",
 ]

@@ -74,6 +74,7 @@ class LimitController(Controller):
 
     path = "/limits"
     tags = ("limits",)
+    opt = {"area": "limits"}  # noqa: RUF012  # the framework's form
 
     @put("/", summary="Set a limit")
     async def put_limit(self, data: JSONBody[NewLimit], allowances: Store) -> Limit:
@@ -102,6 +103,7 @@ class BudgetController(Controller):
 
     path = "/budgets"
     tags = ("budgets",)
+    opt = {"area": "budgets"}  # noqa: RUF012  # the framework's form
 
     @put("/", summary="Set a budget")
     async def put_budget(self, data: JSONBody[NewBudget], allowances: Store) -> Budget:

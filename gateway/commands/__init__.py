@@ -22,6 +22,7 @@ import click
 import msgspec
 from msgspec import Struct
 
+from gateway.admins import Admins
 from gateway.errors import Conflict, GatewayError, NotFound
 from gateway.keys import KeyRing, PepperInvalid, open_pepper
 from gateway.tenants import Key, Page, Tenant, Tenants
@@ -43,6 +44,7 @@ class Store(Struct, frozen=True, kw_only=True):
 
     database: str
     pepper: Path | bytes  # the file `key-pepper`, or what a secret reference resolved to
+    older: tuple[bytes, ...] = ()  # earlier peppers
 
     __repr__ = object.__repr__
 
@@ -72,13 +74,18 @@ class Session:
 
     def run(self, work: Callable[[Tenants], Awaitable[T]]) -> T:
         """The result of `work` on an open store, which is closed afterwards."""
+        return self.administer(lambda tenants, _: work(tenants))
+
+    def administer(self, work: Callable[[Tenants, Admins], Awaitable[T]]) -> T:
+        """As `run`, with administrators' keys and the audit log."""
 
         async def opened() -> T:
             pepper = self._store.pepper
-            ring = KeyRing(open_pepper(pepper) if isinstance(pepper, Path) else pepper)
+            newest = open_pepper(pepper) if isinstance(pepper, Path) else pepper
+            ring = KeyRing(newest, *self._store.older)
             tenants = Tenants.open(self._store.database, ring, self.clock)
             try:
-                return await work(tenants)
+                return await work(tenants, Admins(tenants, ring))
             finally:
                 await tenants.close()
 
@@ -185,11 +192,19 @@ def parse_expiry(text: str, now_ns: int, option: str) -> datetime:
         except OverflowError:
             raise BadInput(f"{option}: {text!r} is too far away") from None
     try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
+        return parse_time(text, option)
+    except BadInput:
         raise BadInput(
             f"{option}: {text!r} is neither a duration (90d) nor a date (2030-01-31)"
         ) from None
+
+
+def parse_time(text: str, option: str) -> datetime:
+    """An ISO date or time; UTC unless it says otherwise."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadInput(f"{option}: {text!r} is no date or time, such as 2030-01-31") from None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 

@@ -252,6 +252,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 date_header=True,
+                proxy_headers=False,  # whom to believe is `[auth] trusted_proxies`' to say
                 timeout_graceful_shutdown=1,  # after `shutdown` has waited for the requests
                 timeout_keep_alive=75,  # longer than a load balancer's, so that it closes first
             )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -103,8 +104,10 @@ async def test_the_migration_makes_what_the_models_say(database_url: str) -> Non
     """The revisions up equal the models, triggers and first row included; down leaves nothing."""
     import importlib
 
-    names = ("0001_tenants", "0003_limits", "0005_responses", "0008_tenant_tree")
-    names += ("0009_budget_downgrade",)
+    names = (
+        *("0001_tenants", "0003_limits", "0005_responses"),
+        *("0008_tenant_tree", "0008b_key_bounds", "0008c_admins", "0009_budget_downgrade"),
+    )
     revisions = [importlib.import_module(f"migrations.versions.{name}") for name in names]
     engine = open_engine(database_url)
     assert StoredResponseRow.__tablename__ in TenantBase.metadata.tables
@@ -670,3 +673,100 @@ def replace(key: Key, **facts: object) -> Key:
     import msgspec
 
     return msgspec.structs.replace(key, **facts)
+
+
+async def test_a_revoked_key_stops_in_every_process_within_a_second(
+    tenants: Tenants, database_url: str
+) -> None:
+    """Two processes that have the key in use refuse it within a second of the revocation, on the
+    clock that they share. A machine that is too busy to poll gets another two tries."""
+    await tenants.create_tenant("acme", actor="t")
+    for last_try in (False, False, True):
+        issued = await tenants.create_key("acme", actor="t")
+        replicas = [
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.fakes.auth_replica", database_url),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            for _ in range(2)
+        ]
+        for replica in replicas:
+            assert replica.stdin is not None and replica.stdout is not None
+            replica.stdin.write(issued.secret.reveal().encode() + b"\n")
+            await replica.stdin.drain()
+            assert (await replica.stdout.readline()).startswith(b"taken")
+        await tenants.revoke_key(issued.key.id, actor="t")
+        revoked = time.time()
+        late = []
+        for replica in replicas:
+            out, _ = await asyncio.wait_for(replica.communicate(), 60)
+            answer, at = out.decode().split()
+            assert answer == "refused"
+            late.append(float(at) - revoked)
+        if max(late) <= 1.0 or last_try:
+            break
+    assert max(late) <= 1.0
+
+
+async def test_a_rotated_pepper_leaves_every_key_working(
+    engine: AsyncEngine, clock: FakeClock
+) -> None:
+    """A key of the older pepper works beside a new one, and its row is hashed anew when used; a
+    ring without the older pepper is refused as long as the database may need it."""
+    old = Tenants(engine, RING, clock)
+    await old.create_tenant("acme", actor="t")
+    first = await old.create_key("acme", actor="t")
+    newer = KeyRing(bytes(reversed(range(32))), bytes(range(32)))
+    rotated = Tenants(engine, newer, clock)
+    await rotated.verify_pepper()
+    second = await rotated.create_key("acme", actor="t")
+    async with Auth(rotated, newer, SystemClock(), AuthSettings(poll_s=0.02)) as auth:
+        assert not await refused(auth, first)
+        assert not await refused(auth, second)
+        async with asyncio.timeout(20):
+            while ("gateway", "key.rehash", f"key/{first.key.id}") not in await audit(engine):
+                await asyncio.sleep(0.01)
+        assert not await refused(auth, first)
+    alone = Tenants(engine, KeyRing(bytes(reversed(range(32)))), clock)
+    await alone.verify_pepper()  # what was made last was made under it
+    with pytest.raises(Conflict, match="pepper"):
+        await Tenants(engine, KeyRing(bytes(32)), clock).verify_pepper()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "param"),
+    [
+        ({"scopes": ["chat", "dance"]}, "scopes[1]"),
+        ({"ip_allow": ["203.0.113.0/24", "203.0.113.1/24"]}, "ip_allow[1]"),
+        ({"ip_allow": ["office"]}, "ip_allow[0]"),
+        ({"target_allow": ["a b"]}, "target_allow[0]"),
+    ],
+)
+async def test_what_is_no_bound_is_refused_with_its_path(
+    bounds: dict[str, list[str]], param: str, sqlite_url: str
+) -> None:
+    """At creation and at a change, before the database is touched."""
+    tenants = Tenants.open(sqlite_url, RING, FakeClock())
+    with pytest.raises(BadRequest) as caught:
+        await tenants.create_key("acme", actor="t", **bounds)  # type: ignore[arg-type]  # by name
+    assert caught.value.param == param
+    with pytest.raises(BadRequest) as again:
+        await tenants.change_key("k", KeyChange(**bounds), actor="t")  # type: ignore[arg-type]  # by name
+    await tenants.close()
+    assert again.value.param == param
+
+
+async def test_a_rotated_key_keeps_its_bounds(tenants: Tenants) -> None:
+    """And both are listed, with their tenant's path and the time that the old one has left."""
+    await tenants.create_tenant("acme", actor="t")
+    await tenants.create_tenant("search", parent="acme", actor="t")
+    bounds = {"scopes": ["chat"], "ip_allow": ["192.0.2.0/24"], "target_allow": ["local/*"]}
+    first = await tenants.create_key("acme/search", actor="t", **bounds)  # type: ignore[arg-type]  # by name
+    second = await tenants.rotate_key(first.key.id, timedelta(hours=1), actor="t")
+    old, new = sorted((await tenants.keys("search")).items, key=lambda key: key.state != "rotated")
+    assert (old.state, new.state) == ("rotated", "active")
+    assert old.grace_until is not None and new.id == second.key.id
+    for key in (old, new):
+        assert key.tenant == "acme/search"
+        assert {name: getattr(key, name) for name in bounds} == bounds
