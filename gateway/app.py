@@ -30,6 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 import migrations
 from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
+from backends.tokens import TokenCounter, exported
 from gateway import secrets
 from gateway.admins import Admins
 from gateway.api import completions, health, models, openapi, problems, responses
@@ -44,7 +45,15 @@ from gateway.errors import GatewayError, StoreUnavailable
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
-from gateway.limits import CounterClient, Limits, MemoryStore, RedisStore, Slices
+from gateway.limits import (
+    ClusterStore,
+    CounterClient,
+    Limits,
+    MemoryStore,
+    RedisStore,
+    Slices,
+    shared_store,
+)
 from gateway.pipeline import Gateway
 from gateway.price_snapshot import PriceSnapshot
 from gateway.readiness import Readiness
@@ -75,7 +84,7 @@ VERSION = version("meterline")
 BOOKS_EVERY_S = 30.0  # how often a running gateway looks for newly published prices
 CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
-LOCAL_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
+LEDGER_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
 
@@ -252,6 +261,8 @@ async def _build(
         runtimes=runtimes, clock=clock, place=place,
     )  # fmt: skip
     ledger.observers.append(limits.settle)
+    counting = functools.partial(_count_tokens, config, data / "tokenizers", limits)
+    await stack.enter_async_context(_running(counting))
     await stack.enter_async_context(_running(limits.run))
     watcher = None
     if config_path is not None:
@@ -308,6 +319,17 @@ async def _build(
     )
 
 
+async def _count_tokens(config: Config, folder: Path, limits: Limits) -> None:
+    """Have the tokenizers of our engines. Until then, and without, prompts are estimated."""
+    counters: dict[str, TokenCounter | None] = {}
+    for engine in config.engines:
+        if engine.model not in counters:
+            counters[engine.model] = await exported(engine.model, folder)
+        found = counters[engine.model]
+        if found is not None:
+            limits.counters[engine.name] = found
+
+
 async def _open_limits(
     config: Config,
     environment: Mapping[str, str],
@@ -323,16 +345,19 @@ async def _open_limits(
     """Counters in this process, in the parent of several workers, or on the Redis that all
     replicas share."""
     settings = config.limits
-    shared: RedisStore | None = None
+    shared: RedisStore | ClusterStore | None = None
     siblings: CounterClient | None = None
     if config.store.redis is not None:
-        shared = RedisStore(
-            resolve(config.store.redis, environment),
-            node=f"{platform.node()}/{node}/{new_span_id()}",
-            budget_s=settings.store_budget_ms / 1000,
-        )
+        try:
+            shared = shared_store(
+                resolve(config.store.redis, environment),
+                node=f"{platform.node()}/{node}/{new_span_id()}",
+                budget_s=settings.store_budget_ms / 1000,
+            )
+        except ValueError as error:
+            raise StartupError(f"[store] redis: {error}") from None
     elif place is not None and place.counters is not None:
-        siblings = CounterClient(Path(place.counters), budget_s=LOCAL_PATIENCE_S)
+        siblings = CounterClient(Path(place.counters), budget_s=LEDGER_PATIENCE_S)
         await stack.enter_async_context(siblings)
     processes = 1 if place is None else len(place.targets)
     limits = Limits(
@@ -345,7 +370,7 @@ async def _open_limits(
         provider_of=lambda name: runtimes.current.upstreams[name].backend.provider,
         settings=lambda: (runtimes.current.config.limits, runtimes.current.config.budgets),
         clock=clock,
-        patience_s=LOCAL_PATIENCE_S if shared is None else settings.store_budget_ms / 1000,
+        patience_s=LEDGER_PATIENCE_S,
     )
     if shared is not None:
         shared.on_recovered = limits.recovered
@@ -574,6 +599,8 @@ def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State)
 
 def _watch_limits(metrics: Metrics, limits: Limits) -> None:
     counts = limits.counts
+    if limits.is_shared:
+        limits.on_wait = functools.partial(metrics.measure, metric.STORE_WAIT)
     for scope in metric.LIMIT_SCOPE.values:
         for counted in metric.COUNTED.values:
             read = functools.partial(counts.of, scope, counted)
@@ -582,6 +609,8 @@ def _watch_limits(metrics: Metrics, limits: Limits) -> None:
     metrics.watch(metric.LIMIT_HOLDS, lambda: limits.open_holds)
     metrics.watch(metric.SLICE_ADMITTED, lambda: counts.sliced)
     metrics.watch(metric.BUDGET_OVERRUNS, lambda: counts.soft_overruns)
+    metrics.watch(metric.BUDGET_DOWNGRADES, lambda: counts.downgraded)
+    metrics.watch(metric.STREAMS_CUT, lambda: counts.streams_ended)
 
 
 def _residual(worker: LedgerWorker, law: str) -> float:

@@ -40,6 +40,7 @@ _EMBEDDINGS: frozenset[str] = frozenset({"embeddings"})
 
 # A token of English text is about four bytes. Only a first estimate: settled with the truth.
 BYTES_PER_TOKEN = 4
+ALLOW_DEGRADE = b"x-meterline-allow-degrade"
 
 
 async def _nobody() -> bool:
@@ -104,6 +105,13 @@ class Call(Struct, frozen=True, kw_only=True):
     def credential(self) -> Credential:
         """The key it came with. Raises Unauthenticated."""
         return read_credential(self.headers, self.client)
+
+    def may_degrade(self) -> bool:
+        """Whether the client takes less than it asked for rather than nothing."""
+        return not any(
+            name == ALLOW_DEGRADE and value.strip().lower() == b"false"
+            for name, value in self.headers
+        )
 
     def parse(self) -> Asked:
         """Check the body and read the view. Raises BadRequest with the path of the field."""

@@ -116,8 +116,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     redis: Annotated[
         str | None,
         Meta(
-            description="redis://, rediss:// or unix:// URL of the counters that all replicas "
-            "share, or a secret reference to it. Absent: counted in this process."
+            description="URL of the counters that all replicas share, or a secret reference to "
+            "it: redis://, rediss://, unix://, redis+sentinel://HOST,HOST/SERVICE or "
+            "redis+cluster://HOST,HOST. Absent: counted in this process."
         ),
     ] = None
 
@@ -152,6 +153,13 @@ class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             description="Tries per request at most, all targets together. More than there are "
             "targets: those that may have recovered are asked again, after a pause. Absent: each "
             "target once."
+        ),
+    ] = None
+    cheaper: Annotated[
+        str | None,
+        Meta(
+            description="Model of the route that answers when a budget of mode downgrade is spent "
+            "and names none itself."
         ),
     ] = None
 
@@ -331,11 +339,14 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
+    for index, route in enumerate(config.routes):
+        if route.cheaper is not None and route.cheaper not in models - {route.model}:
+            problems.append(f"routes[{index}].cheaper: no other route `{route.cheaper}`")
     problems += _allowance_problems(config)
     problems += _auth_problems(config)
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
-        problems.append("store.redis: must start with redis://, rediss:// or unix://")
+        problems.append("store.redis: must start with " + ", ".join(REDIS_SCHEMES))
     for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
@@ -401,7 +412,9 @@ def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     ]
 
 
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = tuple(
+    f"{scheme}://" for scheme in ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster")
+)
 REFERENCE_RULE = "write a reference (env:NAME or file:PATH), never the secret itself"
 
 

@@ -96,6 +96,7 @@ def routes_of(config: Config) -> dict[str, Route]:
                 for target in route.targets
             ),
             route.attempts,
+            route.cheaper,
         )
         for route in config.routes
     }

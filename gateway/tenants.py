@@ -186,6 +186,7 @@ class BudgetRow(TenantBase):
     zone: Mapped[str] = mapped_column(String(64))
     mode: Mapped[str] = mapped_column(String(16))
     strict: Mapped[bool] = mapped_column(Boolean)
+    downgrade_to: Mapped[str | None] = mapped_column(String(256))
 
     __table_args__ = (Index("ix_budget_tenant", "tenant_id"),)
 

@@ -9,6 +9,7 @@ import codecs
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -53,6 +54,11 @@ class Tokenizer:
             text.encode() if token in special else _token_bytes(text, alphabet)
             for token, text in enumerate(vocabulary)
         ]
+
+    def save(self, path: Path) -> None:
+        """The vocabulary as a `tokenizers` file. Special tokens are not in it: it counts plain
+        text."""
+        self._bpe.save(str(path))
 
     def encode(self, text: str) -> list[int]:
         """Plain text: `<|im_end|>` in it is six ordinary tokens."""

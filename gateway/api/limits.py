@@ -47,6 +47,9 @@ class NewBudget(Struct, kw_only=True, forbid_unknown_fields=True):
     hours: Annotated[int | None, Meta(description="Length of a rolling window.")] = None
     zone: Annotated[str, Meta(description="IANA time zone of calendar windows.")] = "UTC"
     mode: Mode = "hard"
+    downgrade_to: Annotated[
+        str | None, Meta(description="Of mode downgrade: the cheaper route's model.")
+    ] = None
     scope: BudgetScope = "tenant"
     subject: Subject = None
     strict: Strict = False
@@ -111,6 +114,7 @@ class BudgetController(Controller):
             hours=data.hours,
             zone=data.zone,
             mode=data.mode,
+            downgrade_to=data.downgrade_to,
             scope=data.scope,
             subject=data.subject,
             strict=data.strict,
