@@ -192,7 +192,7 @@ def _confirmed(
 def _facts(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
     shape = decoder.shape
     return ModelFacts(
-        identity=f"{file.header_digest}/{formats}/kv-float32",
+        identity=f"{file.digest}/{formats}/kv-float32",
         body_params=shape.body_params,
         head_params=shape.head_params,
         weight_bytes=decoder.weight_bytes / (shape.body_params + shape.head_params),

@@ -130,7 +130,7 @@ def build(
     name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
         name=name,
-        fingerprint=f"fp_{file.header_digest[:12]}",
+        fingerprint=f"fp_{file.digest[:12]}",
         context=context,
         created=int(file.path.stat().st_mtime),
     )
