@@ -97,6 +97,15 @@ class GgufFile:
             )
         return TensorInfo(info.name, info.shape, info.kind, start, info.nbytes)
 
+    @property
+    def weight_bytes(self) -> int:
+        return len(self._map)
+
+    def kind(self, name: str) -> str | None:
+        """The kind of a tensor's numbers; None: it is not there."""
+        info = self.tensors.get(name)
+        return None if info is None else info.kind
+
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(key, default)
         if not isinstance(value, int):

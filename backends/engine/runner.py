@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from backends.engine.errors import StartFailed
-from backends.engine.gguf import GgufFile
 from backends.engine.model import Model, PackedLinear
 from backends.engine.native.library import Library, Toolchain, Unavailable, load
 from backends.engine.native.model import NativeModel, check_shape, weight_struct
@@ -22,6 +21,7 @@ from backends.engine.native.packing import Dtype, Part, pack
 from backends.engine.sampler import sample
 from backends.engine.shape import ModelShape, read_shape
 from backends.engine.types import ModelFacts, Outcome, Row, StepResult, TokenChoice
+from backends.engine.weights import Weights
 
 Kernels = Literal["auto", "native", "torch"]
 
@@ -45,7 +45,7 @@ class CpuRunner:
 
     def __init__(
         self,
-        file: GgufFile,
+        file: Weights,
         *,
         kv_blocks: int,
         threads: int,
@@ -109,7 +109,7 @@ class _Native:
 
 
 def _library(
-    file: GgufFile, kernels: Kernels, dtype: Dtype, tools: Toolchain | None
+    file: Weights, kernels: Kernels, dtype: Dtype, tools: Toolchain | None
 ) -> tuple[Library | None, str]:
     """The compiled functions if they are to be used, and why or why not."""
     if kernels == "torch":
@@ -128,7 +128,7 @@ def _library(
         return None, str(error)
 
 
-def _faster(file: GgufFile, library: Library, dtype: Dtype) -> tuple[Library | None, str]:
+def _faster(file: Weights, library: Library, dtype: Dtype) -> tuple[Library | None, str]:
     """Measure one layer's widest matrix both ways on one thread: eight single rows and a chunk of
     64, about what a step of prompts and a few of answers ask for."""
     shape = read_shape(file)
@@ -189,7 +189,7 @@ def _confirmed(
     return tuple(confirmed)
 
 
-def _facts(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
+def _facts(file: Weights, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
     shape = decoder.shape
     return ModelFacts(
         identity=f"{file.digest}/{formats}/kv-float32",

@@ -22,14 +22,13 @@ from msgspec import Struct
 from backends.engine import chat, tokenizer
 from backends.engine.engine import Engine
 from backends.engine.errors import ListenFailed, StartFailed
-from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.native.library import Toolchain
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
 from backends.engine.types import Runner
-from backends.engine.weights import BUNDLED_NAME, open_weights
+from backends.engine.weights import BUNDLED_NAME, Weights, open_weights
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings
 from telemetry import logs
@@ -112,8 +111,8 @@ def build(
     cache = cache or Path.home() / ".cache" / "meterline"
     file = open_weights(settings.model)
     shape = read_shape(file)
-    words = tokenizer.from_gguf(file)
-    template = chat.from_gguf(file, words)
+    words = tokenizer.from_weights(file)
+    template = chat.from_weights(file, words)
     blocks = pool_blocks(shape, settings.kv_memory_gb)
     context = min(shape.context, blocks * BLOCK_TOKENS)
     engine = Engine(
@@ -251,7 +250,7 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
     told_to_stop.set()
 
 
-def _load(file: GgufFile, blocks: int, settings: EngineSettings, cache: Path) -> Runner:
+def _load(file: Weights, blocks: int, settings: EngineSettings, cache: Path) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
     from backends.engine.runner import CpuRunner
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from backends.engine.errors import WeightsInvalid
-from backends.engine.gguf import GgufFile
+from backends.engine.weights import Weights
 
 Dtype = Literal["auto", "float32", "float16"]
 Array = NDArray[Any]
@@ -51,24 +51,24 @@ class Part(Struct, frozen=True):
     arrange: Callable[[Array], Array] | None = None
 
 
-def pack(file: GgufFile, parts: Sequence[Part], dtype: Dtype, order: Array | None = None) -> Packed:
+def pack(weights: Weights, parts: Sequence[Part], dtype: Dtype, order: Array | None = None) -> Packed:
     """One matrix of the parts' rows, below each other, then in `order`. Raises WeightsInvalid.
 
     `auto` keeps 4- and 8-bit matrices as they are; others become float16."""
-    kinds = {file.tensors[part.name].kind if part.name in file.tensors else "" for part in parts}
+    kinds = {weights.kind(part.name) for part in parts}
     if dtype == "auto" and kinds <= _Q4_KINDS:
-        return _q4(*_stacked([_q4_rows(file, part) for part in parts], order))
+        return _q4(*_stacked([_q4_rows(weights, part) for part in parts], order))
     if dtype == "auto" and kinds == {"Q8_0"}:
-        return _q8(*_stacked([_q8_rows(file, part) for part in parts], order))
+        return _q8(*_stacked([_q8_rows(weights, part) for part in parts], order))
     [values] = _stacked(
-        [(_arranged(file.tensor(part.name, part.shape), part),) for part in parts], order
+        [(_arranged(weights.tensor(part.name, part.shape), part),) for part in parts], order
     )
     is_half = dtype != "float32" and float(np.abs(values).max()) < _FLOAT16_MOST
     return _float(values.astype(np.float16) if is_half else values)
 
 
-def _q4_rows(file: GgufFile, part: Part) -> tuple[Array, ...]:
-    kind, raw = file.blocks(part.name, part.shape)
+def _q4_rows(weights: Weights, part: Part) -> tuple[Array, ...]:
+    kind, raw = weights.blocks(part.name, part.shape)
     blocks = raw.reshape(part.shape[0], part.shape[1] // _GROUP, -1)
     scales = blocks[:, :, 0:2].copy().view("<f2")[:, :, 0]
     if kind == "Q4_1":
@@ -76,19 +76,19 @@ def _q4_rows(file: GgufFile, part: Part) -> tuple[Array, ...]:
     else:
         minima, nibbles = scales * np.float16(-8), blocks[:, :, 2:]
     quants = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)  # (rows, groups, 32)
-    return _checked(part, file, quants, scales, minima)
+    return _checked(part, weights, quants, scales, minima)
 
 
-def _q8_rows(file: GgufFile, part: Part) -> tuple[Array, ...]:
-    _, raw = file.blocks(part.name, part.shape)
+def _q8_rows(weights: Weights, part: Part) -> tuple[Array, ...]:
+    _, raw = weights.blocks(part.name, part.shape)
     blocks = raw.reshape(part.shape[0], part.shape[1] // _GROUP, 34)
     scales = blocks[:, :, 0:2].copy().view("<f2")[:, :, 0]
-    return _checked(part, file, blocks[:, :, 2:], scales)
+    return _checked(part, weights, blocks[:, :, 2:], scales)
 
 
-def _checked(part: Part, file: GgufFile, quants: Array, *scales: Array) -> tuple[Array, ...]:
+def _checked(part: Part, weights: Weights, quants: Array, *scales: Array) -> tuple[Array, ...]:
     if not all(np.isfinite(values).all() for values in scales):
-        raise WeightsInvalid(file.path, "holds values that are not finite", tensor=part.name)
+        raise WeightsInvalid(weights.path, "holds values that are not finite", tensor=part.name)
     return tuple(_arranged(values, part) for values in (quants, *scales))
 
 
