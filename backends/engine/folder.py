@@ -102,8 +102,10 @@ class ModelFolder:
         self._settings = self.config.quantization_config
         if self._settings is not None and (problem := self._settings.problem):
             raise WeightsInvalid(path / "config.json", f"quantization_config: {problem}")
-        is_whole = "model.embed_tokens.weight" in self._shards
-        self._prefix = "model." if is_whole else ""  # a base model is saved without it
+        is_base = "embed_tokens.weight" in self._shards  # saved without its head
+        self._prefix = "" if is_base else "model."
+        if not (is_base or self.config.tie_word_embeddings or self.kind("output.weight")):
+            raise WeightsInvalid(path, "missing", tensor="lm_head.weight")
 
     @cached_property
     def digest(self) -> str:

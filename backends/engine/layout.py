@@ -1,4 +1,4 @@
-"""The order of rows in query and key matrices: what both decoders undo in the same way. No torch."""
+"""The order of rows in query and key matrices, which both decoders undo in one way. No torch."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
 """The decoder of the Llama, Qwen and SmolLM families in fp32 on a CPU, over a paged KV pool.
 
 Letters: T tokens of the step, H query heads, K kv heads, D head size, V vocabulary.
-Numbers equal those of `transformers` to rounding; the golden tests hold greedy text to equality. Linear layers use oneDNN with weights packed once (2-4 times faster than packing
+Numbers equal those of `transformers` to rounding; the golden tests hold greedy text to equality.
+Linear layers use oneDNN with weights packed once (2-4 times faster than packing
 at every call for 2 to 64 rows, and exact fp32); without oneDNN they are ordinary ones.
 """
 

@@ -166,8 +166,10 @@ class Shards:
         width = _BYTES[entry.dtype]
         for at in range(0, len(values), _DECODED_AT_ONCE):
             end = min(at + _DECODED_AT_ONCE, len(values))
-            values[at:end] = self._as_floats(name, raw[at * width : end * width])
-            if not np.isfinite(values[at:end].sum(dtype=np.float64)):
+            with np.errstate(all="ignore"):
+                values[at:end] = self._as_floats(name, raw[at * width : end * width])
+                is_finite = np.isfinite(values[at:end].sum(dtype=np.float64))
+            if not is_finite:
                 raise self.invalid(name, "holds values that are not finite")
         return values.reshape(entry.shape)
 

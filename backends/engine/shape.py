@@ -52,10 +52,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 def read_shape(weights: Weights) -> ModelShape:
     """Raises WeightsInvalid for an architecture that this decoder would get wrong."""
-    if isinstance(weights, ModelFolder):
-        shape = _from_config(weights)
-    else:
-        shape = _from_gguf(weights)
+    shape = _from_config(weights) if isinstance(weights, ModelFolder) else _from_gguf(weights)
     figures = (
         shape.layers, shape.hidden, shape.feed_forward, shape.heads, shape.kv_heads,
         shape.head_dim, shape.vocab, shape.context,

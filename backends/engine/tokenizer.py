@@ -1,4 +1,4 @@
-"""Text to tokens and back, from the vocabulary inside a GGUF file or from a folder's tokenizer.json.
+"""Text to tokens and back, from the vocabulary in a GGUF file or from tokenizer.json.
 
 Byte-level BPE with the pre-tokenizer that the file names. Special tokens are recognised only in
 the text of a template: what a user writes is always plain text, whatever it looks like.

@@ -45,7 +45,9 @@ class NativeModel:
         self._embedding = weights.rows("token_embd.weight", table)
         packed = [_layer(weights, shape, number, dtype) for number in range(shape.layers)]
         is_tied = weights.kind("output.weight") is None
-        head = pack(weights, [Part("token_embd.weight" if is_tied else "output.weight", table)], dtype)
+        head = pack(
+            weights, [Part("token_embd.weight" if is_tied else "output.weight", table)], dtype
+        )
         self.formats = sorted(
             {FORMAT_NAMES[p.format] for layer in packed for p in layer[1:]}
             | {FORMAT_NAMES[head.format]}

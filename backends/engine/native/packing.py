@@ -51,7 +51,9 @@ class Part(Struct, frozen=True):
     arrange: Callable[[Array], Array] | None = None
 
 
-def pack(weights: Weights, parts: Sequence[Part], dtype: Dtype, order: Array | None = None) -> Packed:
+def pack(
+    weights: Weights, parts: Sequence[Part], dtype: Dtype, order: Array | None = None
+) -> Packed:
     """One matrix of the parts' rows, below each other, then in `order`. Raises WeightsInvalid.
 
     `auto` keeps 4- and 8-bit matrices as they are; others become float16."""
