@@ -119,7 +119,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name used by routes.")
     ]
     model: Annotated[
-        str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
+        str,
+        Meta(
+            description="`smollm2-135m-instruct` (bundled), or the path of a GGUF file or of a "
+            "folder with config.json, safetensors and tokenizer.json."
+        ),
     ] = "smollm2-135m-instruct"
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
     dtype: Annotated[
@@ -129,6 +133,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "float32: the exact numbers of the file's weights, slower."
         ),
     ] = "auto"
+    weights: Annotated[
+        Literal["file", "int8", "int4"],
+        Meta(
+            description="How weights lie in memory. file: as dtype says. int8, int4: rounded in "
+            "groups of 32, the head to 8 bits at most; a quarter or less of the memory of fp32 for "
+            "some quality. Only with native kernels."
+        ),
+    ] = "file"
     kernels: Annotated[
         Literal["auto", "native", "torch"],
         Meta(

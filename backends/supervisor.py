@@ -87,6 +87,7 @@ def engine_command(
     command = [sys.executable, "-m", "backends.engine"]
     command += ["--name", settings.name, "--model", settings.model]
     command += ["--device", settings.device, "--dtype", settings.dtype]
+    command += ["--weights", settings.weights]
     command += ["--kv-memory-gb", str(settings.kv_memory_gb)]
     command += ["--max-batch-size", str(settings.max_batch_size)]
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]

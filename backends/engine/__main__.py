@@ -22,7 +22,9 @@ from telemetry.logs import LogFormat
 )
 @click.option("--name", default="engine", help="Name of this engine, as routes know it.")
 @click.option(
-    "--model", default="smollm2-135m-instruct", help="The bundled model, or a GGUF file's path."
+    "--model",
+    default="smollm2-135m-instruct",
+    help="The bundled model, a GGUF file, or a folder with safetensors.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8090, type=click.IntRange(0, 65535), help="Port; 0: any free one.")
@@ -31,6 +33,10 @@ from telemetry.logs import LogFormat
 @click.option(
     "--dtype", default="auto", type=click.Choice(["auto", "float32", "float16", "bfloat16"])
 )
+@click.option(
+    "--weights", default="file", type=click.Choice(["file", "int8", "int4"]),
+    help="Keep weights as the file has them, or round them to fewer bits.",
+)  # fmt: skip
 @click.option("--kernels", default="auto", type=click.Choice(["auto", "native", "torch"]))
 @click.option("--prefix-cache/--no-prefix-cache", default=True, help="Reuse computed prompts.")
 @click.option(

@@ -6,7 +6,7 @@ Linear layers use oneDNN with weights packed once (2-4 times faster than packing
 at every call for 2 to 64 rows, and exact fp32); without oneDNN they are ordinary ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -60,16 +60,27 @@ class _Layer(Struct, frozen=True):
 class Model:
     """Weights and the KV pool. Not safe for two threads."""
 
-    def __init__(self, weights: Weights, *, kv_blocks: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        kv_blocks: int,
+        progress: Callable[[float], None] = lambda part: None,
+    ) -> None:
         self.shape = shape = read_shape(weights)
         self.weight_bytes = 4 * (shape.body_params + shape.head_params)
         table = (shape.vocab, shape.hidden)
         self._embedding = weights.rows("token_embd.weight", table)
-        self._layers = [_layer(weights, shape, number) for number in range(shape.layers)]
+        self._layers: list[_Layer] = []
+        for number in range(shape.layers):
+            self._layers.append(_layer(weights, shape, number))
+            body = shape.body_params * (number + 1) / shape.layers
+            progress(body / (shape.body_params + shape.head_params))
         self._norm = torch.from_numpy(weights.tensor("output_norm.weight", (shape.hidden,)))
         is_tied = weights.kind("output.weight") is None
         head = "token_embd.weight" if is_tied else "output.weight"
         self._head = PackedLinear(weights.tensor(head, table))
+        progress(1.0)
         size = (shape.layers, shape.kv_heads, kv_blocks * BLOCK_TOKENS, shape.head_dim)
         # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
         self._keys, self._values = torch.empty(size), torch.empty(size)

@@ -52,18 +52,21 @@ class CpuRunner:
         dtype: Dtype = "auto",
         kernels: Kernels = "torch",
         tools: Toolchain | None = None,
+        progress: Callable[[float], None] = lambda part: None,
     ) -> None:
         library, reason = _library(file, kernels, dtype, tools)
         self._decoder: Decoder
         if library is None:
-            if dtype == "float16":
-                raise StartFailed(f"dtype = float16 needs the compiled kernels: {reason}")
+            if dtype not in ("auto", "float32"):
+                raise StartFailed(f"{dtype} weights need the compiled kernels: {reason}")
             torch.set_num_threads(threads)
-            self._decoder = Model(file, kv_blocks=kv_blocks)
+            self._decoder = Model(file, kv_blocks=kv_blocks, progress=progress)
             formats = "float32"
         else:
             torch.set_num_threads(1)  # it only samples
-            native = NativeModel(file, library, kv_blocks=kv_blocks, threads=threads, dtype=dtype)
+            native = NativeModel(
+                file, library, kv_blocks=kv_blocks, threads=threads, dtype=dtype, progress=progress
+            )
             self._decoder = _Native(native)
             formats = "+".join(native.formats)
         name = "torch" if library is None else "compiled"

@@ -19,11 +19,13 @@ from pathlib import Path
 import uvicorn
 from msgspec import Struct
 
-from backends.engine import chat, tokenizer
+from backends.engine import chat, memory, tokenizer
 from backends.engine.engine import Engine
 from backends.engine.errors import ListenFailed, StartFailed
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.native.library import Toolchain
+from backends.engine.native.packing import Dtype
+from backends.engine.progress import Loading
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
@@ -99,13 +101,12 @@ def build(
     emit: Emit = discard,
     vllm_metrics: bool = False,
     cache: Path | None = None,
+    available_bytes: Callable[[], int | None] = memory.available_bytes,
 ) -> Built:
-    """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
+    """Check the model's files and compose the engine. Raises StartFailed; takes no torch. Compiled
     kernels are kept in `cache`."""
     if settings.device == "cuda":
         raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
-    if settings.dtype == "bfloat16":
-        raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     clock = clock or SystemClock()
     speculative = settings.speculative
     cache = cache or Path.home() / ".cache" / "meterline"
@@ -113,10 +114,21 @@ def build(
     shape = read_shape(file)
     words = tokenizer.from_weights(file)
     template = chat.from_weights(file, words)
+    dtype = _dtype(settings)
     blocks = pool_blocks(shape, settings.kv_memory_gb)
+    name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
+    found = memory.need(
+        file,
+        shape,
+        dtype=dtype,
+        is_torch=settings.kernels == "torch",
+        pool_bytes=blocks * BLOCK_TOKENS * shape.kv_token_bytes,
+    )
+    memory.check(found, available_bytes(), name=name)
+    loading = Loading(settings.name, clock)
     context = min(shape.context, blocks * BLOCK_TOKENS)
     engine = Engine(
-        load=lambda: _load(file, blocks, settings, cache),
+        load=lambda: _load(file, blocks, settings, dtype, cache, loading),
         tokenizer=words,
         clock=clock,
         emit=emit,
@@ -126,7 +138,6 @@ def build(
         step_target_s=settings.step_target_s,
         max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
-    name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
         name=name,
         fingerprint=f"fp_{file.digest[:12]}",
@@ -135,7 +146,7 @@ def build(
     )
     family = None if settings.tool_calls == "auto" else settings.tool_calls
     parser = Parser(words, template, Limits(model=name, context=context), family=family)
-    app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics)
+    app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics, loading=loading)
     return Built(engine, app)
 
 
@@ -250,7 +261,26 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
     told_to_stop.set()
 
 
-def _load(file: Weights, blocks: int, settings: EngineSettings, cache: Path) -> Runner:
+def _dtype(settings: EngineSettings) -> Dtype:
+    if settings.dtype == "bfloat16":
+        raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
+    if settings.weights == "file":
+        return settings.dtype
+    if settings.dtype != "auto":
+        raise StartFailed(
+            f"weights = {settings.weights} and dtype = {settings.dtype} exclude each other"
+        )
+    return settings.weights
+
+
+def _load(
+    file: Weights,
+    blocks: int,
+    settings: EngineSettings,
+    dtype: Dtype,
+    cache: Path,
+    loading: Loading,
+) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
     from backends.engine.runner import CpuRunner
 
@@ -258,9 +288,10 @@ def _load(file: Weights, blocks: int, settings: EngineSettings, cache: Path) -> 
         file,
         kv_blocks=blocks,
         threads=settings.threads or default_threads(),
-        dtype="auto" if settings.dtype == "bfloat16" else settings.dtype,
+        dtype=dtype,
         kernels=settings.kernels,
         tools=Toolchain.of_this_machine(cache),
+        progress=loading.at,
     )
     sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
     return runner

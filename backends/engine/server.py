@@ -20,6 +20,7 @@ from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
 from backends.engine.guided import Guides
 from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
+from backends.engine.progress import Loading
 from backends.engine.render import Renderer
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage
@@ -92,12 +93,14 @@ class EngineApp:
         clock: Clock,
         *,
         vllm_metrics: bool = False,
+        loading: Loading | None = None,
     ) -> None:
         self._engine = engine
         self._parser = parser
         self._tokenizer = tokenizer
         self._model = model
         self._clock = clock
+        self._loading = loading
         self._metrics = EngineMetrics(engine, model=model.name, with_vllm_names=vllm_metrics)
         self._guides = Guides(tokenizer)
         self._translations: dict[str, Callable[[bytes], Struct]] = {
@@ -162,9 +165,10 @@ class EngineApp:
     async def _health(self, exchange: "_Exchange") -> None:
         state = self._engine.state
         status = 200 if state is State.READY else 503
-        await exchange.reply(
-            status, msgspec.json.encode({"status": state, "model": self._model.name})
-        )
+        body: dict[str, object] = {"status": state, "model": self._model.name}
+        if state is State.LOADING and self._loading is not None:
+            body["loaded_percent"] = self._loading.percent
+        await exchange.reply(status, msgspec.json.encode(body))
 
     async def _one_model(self, name: str, exchange: "_Exchange") -> None:
         if name != self._model.name:

@@ -7,7 +7,7 @@ rounded and greedy text equals that of transformers.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,14 @@ class NativeModel:
     """Weights and the KV pool. Not safe for two threads; `close` ends its own threads."""
 
     def __init__(
-        self, weights: Weights, library: Library, *, kv_blocks: int, threads: int, dtype: Dtype
+        self,
+        weights: Weights,
+        library: Library,
+        *,
+        kv_blocks: int,
+        threads: int,
+        dtype: Dtype,
+        progress: Callable[[float], None] = lambda part: None,
     ) -> None:
         self.shape = shape = read_shape(weights)
         check_shape(shape)
@@ -43,10 +50,16 @@ class NativeModel:
         self._kept: list[Array] = []  # what the C++ side points to
         table = (shape.vocab, shape.hidden)
         self._embedding = weights.rows("token_embd.weight", table)
-        packed = [_layer(weights, shape, number, dtype) for number in range(shape.layers)]
+        packed = []
+        for number in range(shape.layers):
+            packed.append(_layer(weights, shape, number, dtype))
+            progress(packed_part(shape, number + 1))
         is_tied = weights.kind("output.weight") is None
+        # Every logit depends on its row of the head alone: 4 bits are too few there.
         head = pack(
-            weights, [Part("token_embd.weight" if is_tied else "output.weight", table)], dtype
+            weights,
+            [Part("token_embd.weight" if is_tied else "output.weight", table)],
+            "int8" if dtype == "int4" else dtype,
         )
         self.formats = sorted(
             {FORMAT_NAMES[p.format] for layer in packed for p in layer[1:]}
@@ -85,6 +98,7 @@ class NativeModel:
         )
         self._layers = layers
         self._logits = np.empty((0, shape.vocab), np.float32)
+        progress(1.0)
         self._handle: int | None = library.open(ctypes.byref(self._config))
 
     def logits(self, rows: Sequence[Row]) -> tuple[NDArray[np.float32], list[int]]:
@@ -130,6 +144,12 @@ class NativeModel:
     def _weight(self, packed: Packed) -> WeightStruct:
         self._kept += [packed.data] if packed.scales is None else [packed.data, packed.scales]
         return weight_struct(packed)
+
+
+def packed_part(shape: ModelShape, layers: int) -> float:
+    """How much of the parameters so many layers are."""
+    body = shape.body_params * layers / shape.layers
+    return body / (shape.body_params + shape.head_params)
 
 
 def check_shape(shape: ModelShape) -> None:
