@@ -48,10 +48,12 @@ from backends.engine.types import (
     ModelFacts,
     Outcome,
     Output,
+    Pooled,
     Row,
     Runner,
     StepResult,
     TokenChoice,
+    Vector,
 )
 from backends.engine.types import (
     Sequence as Choice,
@@ -376,7 +378,7 @@ class Engine:
     ) -> Choice:
         request = job.request
         root = None
-        if self.facts is not None and self._prefix_cache:
+        if self.facts is not None and self._prefix_cache and request.pooling is None:
             # The weights of this process never change: epoch 0.
             root = chain_root(model=self.facts.identity, epoch=0, salt=request.cache_salt)
         return Choice(
@@ -396,7 +398,8 @@ class Engine:
     def _proposer(self, request: JobRequest) -> Proposer | None:
         """Only where checking several tokens at once gives the same numbers as one by one."""
         is_strict = self.facts is not None and self.facts.is_strict
-        if not (self._max_drafts and is_strict and request.sampling.is_stateless):
+        is_continued = request.pooling is None
+        if not (self._max_drafts and is_strict and is_continued and request.sampling.is_stateless):
             return None
         return Proposer(self._max_drafts)
 
@@ -579,6 +582,9 @@ class _StepLoop:
                     self._accept(sequence, confirmed)
                     if sequence.finish is not None:
                         break  # a stop: what was guessed beyond it is not said
+            case Pooled(values):
+                self._scheduler.computed(sequence, row.context)
+                self._embedded(sequence, values)
             case Exception():
                 self._scheduler.distrust(sequence)
                 message = getattr(choice, "message", None) or str(choice)
@@ -618,6 +624,16 @@ class _StepLoop:
         if text or entries:
             self._say(sequence, Delta(index=sequence.index, text=text, choices=entries))
 
+    def _embedded(self, sequence: Choice, values: list[float]) -> None:
+        """A text is a vector now, and needs its keys and values no more."""
+        job = sequence.job
+        sequence.finish = FinishReason.STOP
+        self._say(sequence, Vector(sequence.index, values))
+        self._scheduler.remove(sequence)
+        job.open_choices -= 1
+        if job.open_choices == 0:
+            self._end(job, Done(_usage(job)), "done")
+
     def _close(self, sequence: Choice, finish: FinishReason, *, text: str) -> None:
         """The last delta of a choice: `text` and what was held back."""
         if sequence.stops.matched is None:
@@ -631,8 +647,8 @@ class _StepLoop:
             Delta(index=sequence.index, text=text, choices=entries, finish=sequence.finish),
         )
 
-    def _say(self, sequence: Choice, delta: Delta) -> None:
-        self._outbox.setdefault(sequence.job.job_id, []).append(delta)
+    def _say(self, sequence: Choice, output: Delta | Vector) -> None:
+        self._outbox.setdefault(sequence.job.job_id, []).append(output)
 
     def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:
         """Blocks first, then the word that it is over."""

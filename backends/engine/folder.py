@@ -79,6 +79,12 @@ class GenerationConfig(Struct, frozen=True):
     eos_token_id: int | list[int] | None = None
 
 
+class PoolingConfig(Struct, frozen=True):
+    """Of sentence-transformers."""
+
+    pooling_mode_lasttoken: bool = False
+
+
 class AddedToken(Struct, frozen=True):
     content: str
 
@@ -171,6 +177,15 @@ class ModelFolder:
         for item in found:
             ends |= set(item if isinstance(item, list) else [] if item is None else [item])
         return frozenset(ends)
+
+    @cached_property
+    def pools_last(self) -> bool:
+        """Whether sentence-transformers would take the last state for a text's vector."""
+        name = "1_Pooling/config.json"
+        if not (self.path / name).exists():
+            return False
+        config: PoolingConfig = self._json(name, PoolingConfig)
+        return config.pooling_mode_lasttoken
 
     @property
     def chat_template(self) -> str | None:

@@ -86,6 +86,7 @@ class Model:
         self._keys, self._values = torch.empty(size), torch.empty(size)
         self._frequencies = torch.from_numpy(frequencies(shape.rope, shape.head_dim))  # (D / 2,)
         self._amplitude = amplitude(shape.rope)
+        self._hidden = torch.empty(0, shape.hidden)
 
     def copy_block(self, source: int, target: int) -> None:
         """Keys and values of all layers."""
@@ -108,10 +109,18 @@ class Model:
         for number, layer in enumerate(self._layers):
             x = x + self._attention(number, layer, x, cos, sin, slots, segments)
             x = x + self._feed_forward(layer, x)
+        self._hidden = x
         wanted = _last_tokens(rows)
         if not wanted:
             return x.new_empty(0, self.shape.vocab), None
         return self._head(self._normalised(x[wanted], self._norm)), None
+
+    @torch.inference_mode()
+    def states(self, tokens: range) -> NDArray[np.float32]:
+        """Of those tokens of the last step, normalised as before the head."""
+        mine = self._hidden[tokens.start : tokens.stop]
+        result: NDArray[np.float32] = self._normalised(mine, self._norm).numpy()
+        return result
 
     def _attention(
         self,

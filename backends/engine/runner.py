@@ -12,15 +12,17 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from backends.engine.errors import StartFailed
+from backends.engine.embed import Pool
+from backends.engine.errors import RequestFailed, StartFailed
 from backends.engine.model import Model, PackedLinear
 from backends.engine.native.library import Library, Toolchain, Unavailable, load
 from backends.engine.native.model import NativeModel, check_shape, weight_struct
 from backends.engine.native.packing import Dtype, Part, pack
 from backends.engine.sampler import sample
 from backends.engine.shape import ModelShape, read_shape
-from backends.engine.types import ModelFacts, Outcome, Row, StepResult, TokenChoice
+from backends.engine.types import ModelFacts, Outcome, Pooled, Row, StepResult, TokenChoice
 from backends.engine.weights import Weights
 
 Kernels = Literal["auto", "native", "torch"]
@@ -35,6 +37,10 @@ class Decoder(Protocol):
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
         """(rows that a sample is due for, V), and their best ids if it knows them (-1: the row
         holds something that is no number)."""
+        ...
+
+    def states(self, tokens: range) -> NDArray[np.float32]:
+        """What the head would read of those tokens of the last step."""
         ...
 
     def copy_block(self, source: int, target: int) -> None: ...
@@ -84,11 +90,15 @@ class CpuRunner:
         best: Sequence[int | None] = [None] * len(logits) if known is None else known
         started_ns = time.perf_counter_ns()
         choices: list[Outcome] = []
-        at = 0
+        at = token = 0
         for row in rows:
             mine = range(at, at + row.logits_rows)
             at = mine.stop
-            if row.drafts:
+            tokens = range(token, token + row.count)
+            token = tokens.stop
+            if row.sequence.job.request.pooling is not None:
+                choices.append(_pooled(self._decoder, row, tokens))
+            elif row.drafts:
                 choices.append(_confirmed(logits, best, row, mine))
             elif row.needs_token:
                 choices.append(_sampled(logits[mine[0]], row, best[mine[0]]))
@@ -105,6 +115,7 @@ class _Native:
         self.shape = model.shape
         self.weight_bytes = model.weight_bytes
         self.copy_block = model.copy_block
+        self.states = model.states
 
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
         logits, best = self._model.logits(rows)
@@ -163,6 +174,20 @@ def _best_us(work: Callable[[], object]) -> float:
         work()
         took.append((time.perf_counter_ns() - started_ns) / 1e3)
     return min(took)
+
+
+def _pooled(decoder: Decoder, row: Row, tokens: range) -> Outcome:
+    """Sum up a text's states; after a preemption, from its beginning."""
+    sequence = row.sequence
+    how = sequence.job.request.pooling
+    assert how is not None, "only such rows come here"
+    if row.start == 0:
+        sequence.pool = Pool(how)
+    sequence.pool.add(decoder.states(tokens))
+    if not row.ends_text:
+        return None
+    values = sequence.pool.result()
+    return RequestFailed("the text's states are no numbers") if values is None else Pooled(values)
 
 
 def _sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | Exception:

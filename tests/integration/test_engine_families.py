@@ -17,10 +17,11 @@ from backends.engine.gguf import GgufFile
 from backends.engine.model import Model
 from backends.engine.native.library import Toolchain, load
 from backends.engine.native.model import NativeModel
+from backends.engine.runner import CpuRunner
 from backends.engine.serve import cache_folder
 from backends.engine.stops import StopMatcher
-from backends.engine.types import Job, JobRequest, Row, Sequence
-from backends.engine.weights import Weights
+from backends.engine.types import Job, JobRequest, Pooled, Row, Sequence
+from backends.engine.weights import Pooling, Weights
 from tests.fakes.models import FAMILIES, VOCAB, save_model, save_tokenizer, write_as_gguf
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -104,6 +105,37 @@ def test_folder_and_file_equal_transformers(tmp_path: Path, family: str) -> None
             found = all_logits(decoder, ids)
             assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max(), (name, weights)
             assert greedy(decoder, ids) == said, (name, weights)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vectors_equal_transformers(tmp_path: Path, pooling: Pooling) -> None:
+    """A text's vector is the mean of the last states, or the last one, of length 1, whatever the
+    chunks; both decoders agree with `transformers`."""
+    theirs = save_model(tmp_path, "qwen3")
+    tokens = torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        states = theirs.model(tokens).last_hidden_state[0]
+    pooled = states.mean(0) if pooling == "mean" else states[-1]
+    expected = (pooled / pooled.norm()).numpy()
+    request = JobRequest(prompts=((),), max_tokens=(0,), pooling=pooling)
+    for kernels, dtype in (("torch", "auto"), ("native", "float32")):
+        runner = CpuRunner(
+            ModelFolder(tmp_path), kv_blocks=3, threads=1, kernels=kernels, dtype=dtype,  # type: ignore[arg-type]  # Literals
+            tools=Toolchain.of_this_machine(cache_folder(os.environ)),
+        )  # fmt: skip
+        found = set()
+        for chunk in (7, TOKENS):
+            made = choice(tokens[0].tolist())
+            made.job.request = request
+            outcome: Any = None
+            for start in range(0, TOKENS, chunk):
+                row = Row(made, start, min(chunk, TOKENS - start))
+                [outcome] = runner.run([row]).choices
+            assert isinstance(outcome, Pooled)
+            assert np.abs(np.array(outcome.values) - expected).max() < 1e-5
+            found.add(tuple(outcome.values))
+        if kernels == "native":
+            assert len(found) == 1, "chunks change nothing"
 
 
 @pytest.mark.parametrize("digits", [1, 3], ids=["qwen2", "llama3"])

@@ -73,6 +73,7 @@ class NativeModel:
                 number not in shape.still_layers,
                 *map(self._weight, matrices),
             )
+        self._norm = weights.tensor("output_norm.weight", (shape.hidden,))
         pool = shape.layers * kv_blocks * shape.kv_heads * shape.head_dim * BLOCK_TOKENS
         positions = min(shape.context, kv_blocks * BLOCK_TOKENS)  # more can never be computed
         cosines, sines = angles(shape.rope, shape.head_dim, positions)
@@ -88,7 +89,7 @@ class NativeModel:
             threads=threads,
             epsilon=shape.norm_epsilon,
             layer=layers,
-            norm=self._pointer(weights.tensor("output_norm.weight", (shape.hidden,))),
+            norm=self._pointer(self._norm),
             head=self._weight(head),
             cosines=self._pointer(cosines),
             sines=self._pointer(sines),
@@ -97,6 +98,7 @@ class NativeModel:
             values=self._pointer(np.empty(pool, np.float32)),
         )
         self._layers = layers
+        self.hidden = np.empty((0, shape.hidden), np.float32)
         self._logits = np.empty((0, shape.vocab), np.float32)
         progress(1.0)
         self._handle: int | None = library.open(ctypes.byref(self._config))
@@ -125,7 +127,16 @@ class NativeModel:
             *(array.ctypes.data for array in arrays), self._logits.ctypes.data, best.ctypes.data,
         )  # fmt: skip
         self._library.step(self._handle, ctypes.byref(step))
+        self.hidden = x
         return self._logits[: len(wanted)], best.tolist()
+
+    def states(self, tokens: range) -> NDArray[np.float32]:
+        """Of those tokens of the last step, normalised as before the head."""
+        x = self.hidden[tokens.start : tokens.stop]
+        mean = np.square(x.astype(np.float64)).mean(axis=1, keepdims=True)
+        wide = x / np.sqrt(mean + self.shape.norm_epsilon) * self._norm
+        result: NDArray[np.float32] = wide.astype(np.float32)
+        return result
 
     def copy_block(self, source: int, target: int) -> None:
         """Keys and values of all layers."""
