@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import httpx
+import msgspec
 from msgspec import Struct, structs
 
 from backends import egress
@@ -91,6 +92,9 @@ def engine_command(
     command += ["--kv-memory-gb", str(settings.kv_memory_gb)]
     command += ["--max-batch-size", str(settings.max_batch_size)]
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
+    command += ["--when-asleep", settings.when_asleep]
+    for model in settings.models:
+        command += ["--also", msgspec.json.encode(model).decode()]
     if settings.threads is not None:
         command += ["--threads", str(settings.threads)]
     if settings.tool_calls != "auto":

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from backends.engine.serve import Listen, Telemetry, serve
-from backends.settings import EngineSettings
+from backends.settings import EngineModel, EngineSettings
 from telemetry.logs import LogFormat
 
 
@@ -54,6 +54,14 @@ from telemetry.logs import LogFormat
     "--tool-calls", default="auto", help="How the model writes tool calls; auto: by its template.",
     type=click.Choice(["auto", "hermes", "llama3_json", "mistral", "pythonic"]),
 )  # fmt: skip
+@click.option(
+    "--also", multiple=True, metavar="JSON",
+    help='A further model: {"name": …, "model": …}, as a table [[engines.models]]. Repeatable.',
+)  # fmt: skip
+@click.option(
+    "--when-asleep", default="refuse", type=click.Choice(["refuse", "wake"]),
+    help="What a request for a sleeping model gets: 503, or the model.",
+)  # fmt: skip
 @click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
@@ -80,12 +88,14 @@ def main(
     service_name: str,
     log_format: LogFormat,
     vllm_metrics: bool,
+    also: tuple[str, ...],
     **settings: object,
 ) -> None:
-    """Serve one model over the OpenAI API."""
+    """Serve one model, or several, over the OpenAI API."""
     try:
-        given = msgspec.convert(settings, EngineSettings)
-    except msgspec.ValidationError as error:
+        more = [msgspec.json.decode(text, type=EngineModel) for text in also]
+        given = msgspec.convert({**settings, "models": more}, EngineSettings)
+    except msgspec.DecodeError as error:
         sys.stderr.write(f"meterline engine: {error}\n")
         sys.exit(2)
     status = serve(

@@ -79,6 +79,11 @@ class CpuRunner:
         self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
         self.facts = _facts(file, self._decoder, kv_blocks, f"{name}/{formats}")
 
+    def close(self) -> None:
+        """Give threads and memory back. It computes no more."""
+        if isinstance(self._decoder, _Native):
+            self._decoder.close()
+
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
@@ -116,6 +121,7 @@ class _Native:
         self.weight_bytes = model.weight_bytes
         self.copy_block = model.copy_block
         self.states = model.states
+        self.close = model.close
 
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
         logits, best = self._model.logits(rows)

@@ -13,15 +13,18 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from backends.engine import chat, memory, tokenizer
 from backends.engine.engine import Engine
 from backends.engine.errors import ListenFailed, StartFailed
+from backends.engine.fleet import Built, Fleet, Served
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.native.library import Toolchain
 from backends.engine.native.packing import Dtype
@@ -29,6 +32,7 @@ from backends.engine.progress import Loading
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
+from backends.engine.turns import SharedRunner, Turns
 from backends.engine.types import Runner
 from backends.engine.weights import BUNDLED_NAME, Weights, open_weights, pooling_of
 from backends.engine.wire import Limits, Parser
@@ -36,6 +40,9 @@ from backends.settings import EngineSettings
 from telemetry import logs
 from telemetry.clock import Clock, SystemClock
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
+
+if TYPE_CHECKING:  # it imports torch
+    from backends.engine.runner import CpuRunner
 
 DRAIN_S = 30.0
 _PARENT_POLL_S = 0.25
@@ -58,13 +65,6 @@ class Telemetry(Struct, frozen=True, kw_only=True):
     service_name: str = "meterline-engine"
     log_format: logs.LogFormat = "auto"
     vllm_metrics: bool = False
-
-
-class Built(Struct, frozen=True):
-    """An engine and its app, not started."""
-
-    engine: Engine
-    app: EngineApp
 
 
 def prepare_environment(environment: dict[str, str] | os._Environ[str]) -> None:
@@ -102,9 +102,12 @@ def build(
     vllm_metrics: bool = False,
     cache: Path | None = None,
     available_bytes: Callable[[], int | None] = memory.available_bytes,
+    served_as: str | None = None,
+    turns: Turns | None = None,
 ) -> Built:
     """Check the model's files and compose the engine. Raises StartFailed; takes no torch. Compiled
-    kernels are kept in `cache`."""
+    kernels are kept in `cache`. `served_as`: its public name; default: from the file. With `turns`
+    its steps take theirs."""
     if settings.device == "cuda":
         raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
     clock = clock or SystemClock()
@@ -116,7 +119,7 @@ def build(
     template = chat.from_weights(file, words)
     dtype = _dtype(settings)
     blocks = pool_blocks(shape, settings.kv_memory_gb)
-    name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
+    name = served_as or public_name(settings.model)
     found = memory.need(
         file,
         shape,
@@ -127,8 +130,22 @@ def build(
     memory.check(found, available_bytes(), name=name)
     loading = Loading(settings.name, clock)
     context = min(shape.context, blocks * BLOCK_TOKENS)
+    loaded: list[CpuRunner] = []
+
+    def load() -> Runner:
+        runner = _load(file, blocks, settings, dtype, cache, loading)
+        loaded.append(runner)
+        if turns is None:
+            return runner
+        waited = partial(engine.step_clock.mark, "idle")
+        return SharedRunner(runner, turns, name, waited=waited)
+
+    def release() -> None:
+        while loaded:
+            loaded.pop().close()
+
     engine = Engine(
-        load=lambda: _load(file, blocks, settings, dtype, cache, loading),
+        load=load,
         tokenizer=words,
         clock=clock,
         emit=emit,
@@ -148,7 +165,61 @@ def build(
     limits = Limits(model=name, context=context, dimensions=shape.hidden, pooling=pooling_of(file))
     parser = Parser(words, template, limits, family=family)
     app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics, loading=loading)
-    return Built(engine, app)
+    return Built(engine, app, release)
+
+
+def build_fleet(
+    settings: EngineSettings,
+    *,
+    is_private: bool,
+    drain_s: float = DRAIN_S,
+    clock: Clock | None = None,
+    emit: Emit = discard,
+    vllm_metrics: bool = False,
+    cache: Path | None = None,
+) -> Fleet:
+    """The engine's own model and its further ones, not started. Raises StartFailed."""
+    clock = clock or SystemClock()
+    turns = Turns()
+    share_gb = settings.kv_memory_gb / (1 + len(settings.models))
+    name = public_name(settings.model)
+    served = [(name, structs.replace(settings, kv_memory_gb=share_gb))]
+    for more in settings.models:
+        changed = structs.replace(
+            settings,
+            model=more.model,
+            dtype=more.dtype,
+            weights=more.weights,
+            kv_memory_gb=more.kv_memory_gb or share_gb,
+        )
+        served.append((more.name, changed))
+    names = [name for name, _ in served]
+    if len(set(names)) < len(names):
+        raise StartFailed(f"models need different names: {', '.join(names)}")
+
+    def make(name: str, one: EngineSettings, model: str) -> Built:
+        return build(
+            structs.replace(one, model=model),
+            clock=clock,
+            emit=emit,
+            vllm_metrics=vllm_metrics,
+            cache=cache,
+            served_as=name,
+            turns=turns,
+        )
+
+    return Fleet(
+        [Served(name, one.model, partial(make, name, one)) for name, one in served],
+        clock,
+        turns,
+        is_private=is_private,
+        when_asleep=settings.when_asleep,
+        drain_s=drain_s,
+    )
+
+
+def public_name(model: str) -> str:
+    return BUNDLED_NAME if model == BUNDLED_NAME else Path(model).stem
 
 
 def serve(
@@ -171,14 +242,19 @@ def serve(
     spans = _open_spans(told)
     try:
         emit = discard if spans is None else exporting(spans)
-        built = build(
-            settings, emit=emit, vllm_metrics=told.vllm_metrics, cache=cache_folder(os.environ)
+        fleet = build_fleet(
+            settings,
+            is_private=listen.uds is not None,
+            drain_s=drain_s,
+            emit=emit,
+            vllm_metrics=told.vllm_metrics,
+            cache=cache_folder(os.environ),
         )
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)
     try:
-        return asyncio.run(_run(built, bound, on_ready or (lambda _: None), drain_s, parent))
+        return asyncio.run(_run(fleet, bound, on_ready or (lambda _: None), drain_s, parent))
     finally:
         bound.close()
         if listen.uds is not None:
@@ -212,15 +288,14 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    built: Built,
+    fleet: Fleet,
     bound: socket.socket,
     on_ready: Callable[[str], None],
     drain_s: float,
     parent: int | None,
 ) -> int:
-    engine = built.engine
     config = uvicorn.Config(
-        built.app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75,
+        fleet, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = _Server(config)
@@ -229,27 +304,27 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     serving = asyncio.create_task(server._serve([bound]))
-    engine.start()
+    fleet.start()
     status = 0
     stopping = asyncio.create_task(told_to_stop.wait())
     orphaned = asyncio.create_task(_until_orphaned(parent, told_to_stop))
-    loading = asyncio.create_task(engine.loaded())
+    loading = asyncio.create_task(fleet.loaded())
     await asyncio.wait({stopping, loading, serving}, return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and loading.exception() is None:
         on_ready(_address(bound))
-        ended = asyncio.create_task(engine.ended())
+        ended = asyncio.create_task(fleet.ended())
         await asyncio.wait({stopping, ended, serving}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             status = 1  # a defect; the traceback is in the log, the supervisor starts a new one
         ended.cancel()
-        await engine.drain(0.0 if orphaned.done() else drain_s)
+        await fleet.drain(0.0 if orphaned.done() else drain_s)
     elif loading.done():
         status = _refuse(_load_problem(loading.exception()))
     for task in (loading, stopping, orphaned):
         task.cancel()
     server.should_exit = True
     await serving
-    await engine.close()
+    await fleet.close()
     return status
 
 
@@ -281,7 +356,7 @@ def _load(
     dtype: Dtype,
     cache: Path,
     loading: Loading,
-) -> Runner:
+) -> "CpuRunner":
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
     from backends.engine.runner import CpuRunner
 

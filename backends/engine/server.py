@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
+from prometheus_client.core import Metric as Family
 
 from backends.engine import embed
 from backends.engine.engine import Engine, State, Stream
@@ -157,7 +158,7 @@ class EngineApp:
         elif path == "/metrics":
             await exchange.reply(200, self._metrics.text(), CONTENT_TYPE.encode())
         elif path == "/v1/models":
-            listing = {"object": "list", "data": [self._model_card()]}
+            listing = {"object": "list", "data": [self.model_card()]}
             await exchange.reply(200, msgspec.json.encode(listing))
         elif path.startswith("/v1/models/"):
             await self._one_model(path.removeprefix("/v1/models/"), exchange)
@@ -184,9 +185,16 @@ class EngineApp:
                 code="model_not_found",
                 param="model",
             )
-        await exchange.reply(200, msgspec.json.encode(self._model_card()))
+        await exchange.reply(200, msgspec.json.encode(self.model_card()))
 
-    def _model_card(self) -> dict[str, object]:
+    def families(self) -> Iterator[Family]:
+        """Its metrics, for who shows those of several."""
+        return self._metrics.collect()
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def model_card(self) -> dict[str, object]:
         return {
             "id": self._model.name,
             "object": "model",

@@ -541,3 +541,25 @@ def test_texts_become_vectors(client: openai.OpenAI) -> None:
     for wrong in ({"input": []}, {"input": [""]}, {"input": [[1 << 20]]}, {"dimensions": 577}):
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(**{"model": MODEL, "input": "a", **wrong})  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_private_socket_serves_two_models_and_swaps_one(tmp_path: Path) -> None:
+    """The process as the gateway starts it: a further model, the admin's routes on the Unix socket,
+    a drain at the end."""
+    one, two = (tiny_llama(tmp_path / f"{name}.gguf", seed=n) for n, name in enumerate("ab"))
+    path = tmp_path / "engine.sock"
+    also = json.dumps({"name": "second", "model": str(two)})
+    process = start("--uds", str(path), "--model", str(one), "--also", also, "--kernels", "torch",
+                    "--kv-memory-gb", "0.01")  # fmt: skip
+    try:
+        assert address_of(process) == f"unix://{path}"
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://engine", timeout=60) as client:
+            body = {"model": "second", "prompt": "the", "max_tokens": 3, "temperature": 0}
+            assert client.post("/v1/completions", json=body).json()["model"] == "second"
+            swapped = client.post("/admin/models/second/swap", json={"model": str(one)}).json()
+            assert (swapped["version"], swapped["state"]) == (2, "ready")
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert client.get("/health").json()["models"] == {"a": "ready", "second": "ready"}
+    finally:
+        assert stop(process) == 0
