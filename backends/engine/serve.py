@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvicorn
 from msgspec import Struct, structs
@@ -32,17 +31,15 @@ from backends.engine.progress import Loading
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
+from backends.engine.tokenizer import Tokenizer
 from backends.engine.turns import SharedRunner, Turns
 from backends.engine.types import Runner
 from backends.engine.weights import BUNDLED_NAME, Weights, open_weights, pooling_of
 from backends.engine.wire import Limits, Parser
-from backends.settings import EngineSettings
+from backends.settings import EngineSettings, Speculative
 from telemetry import logs
 from telemetry.clock import Clock, SystemClock
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
-
-if TYPE_CHECKING:  # it imports torch
-    from backends.engine.runner import CpuRunner
 
 DRAIN_S = 30.0
 _PARENT_POLL_S = 0.25
@@ -108,8 +105,6 @@ def build(
     """Check the model's files and compose the engine. Raises StartFailed; takes no torch. Compiled
     kernels are kept in `cache`. `served_as`: its public name; default: from the file. With `turns`
     its steps take theirs."""
-    if settings.device == "cuda":
-        raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
     clock = clock or SystemClock()
     speculative = settings.speculative
     cache = cache or Path.home() / ".cache" / "meterline"
@@ -118,22 +113,28 @@ def build(
     words = tokenizer.from_weights(file)
     template = chat.from_weights(file, words)
     dtype = _dtype(settings)
-    blocks = pool_blocks(shape, settings.kv_memory_gb)
+    draft = _draft_file(speculative, words)
+    memory_gb = settings.kv_memory_gb
+    if draft is not None:  # both keep as many tokens
+        of_both = shape.kv_token_bytes + read_shape(draft).kv_token_bytes
+        memory_gb *= shape.kv_token_bytes / of_both
+    blocks = pool_blocks(shape, memory_gb)
     name = served_as or public_name(settings.model)
-    found = memory.need(
-        file,
-        shape,
-        dtype=dtype,
-        is_torch=settings.kernels == "torch",
-        pool_bytes=blocks * BLOCK_TOKENS * shape.kv_token_bytes,
-    )
-    memory.check(found, available_bytes(), name=name)
+    if settings.device != "cuda":
+        found = memory.need(
+            file,
+            shape,
+            dtype=dtype,
+            is_torch=settings.kernels == "torch",
+            pool_bytes=blocks * BLOCK_TOKENS * shape.kv_token_bytes,
+        )
+        memory.check(found, available_bytes(), name=name)
     loading = Loading(settings.name, clock)
     context = min(shape.context, blocks * BLOCK_TOKENS)
-    loaded: list[CpuRunner] = []
+    loaded: list[Runner] = []
 
     def load() -> Runner:
-        runner = _load(file, blocks, settings, dtype, cache, loading)
+        runner = _load(file, draft, words, blocks, settings, dtype, cache, loading)
         loaded.append(runner)
         if turns is None:
             return runner
@@ -338,6 +339,11 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
 
 
 def _dtype(settings: EngineSettings) -> Dtype:
+    """Of the CPU's decoders."""
+    if settings.device == "cuda":
+        if settings.weights != "file":
+            raise StartFailed(f"weights = {settings.weights} needs a CPU: device = cpu")
+        return "auto"
     if settings.dtype == "bfloat16":
         raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     if settings.weights == "file":
@@ -349,15 +355,36 @@ def _dtype(settings: EngineSettings) -> Dtype:
     return settings.weights
 
 
+def _draft_file(speculative: Speculative, words: Tokenizer) -> Weights | None:
+    """Raises StartFailed for a model that speaks of other tokens."""
+    if speculative.method != "draft_model":
+        return None
+    if speculative.draft_model is None:
+        raise StartFailed("speculative.method = draft_model needs speculative.draft_model")
+    file = open_weights(speculative.draft_model)
+    theirs = tokenizer.from_weights(file)
+    same = theirs.size == words.size and all(
+        theirs.token_bytes(token) == words.token_bytes(token) for token in range(words.size)
+    )
+    if not same:
+        raise StartFailed(f"{file.path}: the draft model has another vocabulary than the model")
+    return file
+
+
 def _load(
     file: Weights,
+    draft: Weights | None,
+    words: Tokenizer,
     blocks: int,
     settings: EngineSettings,
     dtype: Dtype,
     cache: Path,
     loading: Loading,
-) -> "CpuRunner":
+) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
+    if settings.device == "cuda":
+        return _load_on_gpu(file, blocks, settings)
+    from backends.engine.draft import DraftModel
     from backends.engine.runner import CpuRunner
 
     runner = CpuRunner(
@@ -369,6 +396,28 @@ def _load(
         tools=Toolchain.of_this_machine(cache),
         progress=loading.at,
     )
+    sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
+    if draft is not None:
+        second = CpuRunner(
+            draft,
+            kv_blocks=blocks,
+            threads=settings.threads or default_threads(),
+            dtype=settings.speculative.draft_dtype,
+            kernels=settings.kernels,
+            tools=Toolchain.of_this_machine(cache),
+        )
+        runner.drafter = DraftModel(second.decoder, second.facts, words)
+        sys.stderr.write(f"meterline engine: {settings.name} drafts with {second.summary}\n")
+    return runner
+
+
+def _load_on_gpu(file: Weights, blocks: int, settings: EngineSettings) -> Runner:
+    import torch
+
+    from backends.engine.gpu.runner import open_on
+
+    named = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    runner = open_on(file, "cuda", getattr(torch, named), kv_blocks=blocks)
     sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
     return runner
 

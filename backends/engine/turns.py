@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from backends.engine.types import ModelFacts, Row, Runner, StepResult
+from backends.engine.types import Drafter, ModelFacts, Row, Runner, StepResult
 
 
 class Turns:
@@ -68,9 +68,10 @@ class SharedRunner:
         self._who = who
         self._waited = waited
         self.facts: ModelFacts = runner.facts
+        self.drafter: Drafter | None = runner.drafter
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._runner, name)
+    def close(self) -> None:
+        self._runner.close()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._runner.copy_blocks(pairs)
