@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from backends.engine.gguf import GgufFile
-from backends.engine.native.model import unpermuted
+from backends.engine.layout import unpermuted
 from backends.engine.shape import read_shape
 
 _NAMES = {
