@@ -145,8 +145,9 @@ class Fleet:
         self._retiring: list[_Version] = []
         self._defect = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_plain = True  # one engine, ever: its own clock is the process's
-        self._start_us = 0  # load and warm-up of the first versions
+        self._is_plain = len(served) == 1  # one engine, ever: its own clock is the process's
+        self._load_us = 0  # of the first versions; together with their warm-up, of several
+        self._warmup_us = 0
         self._idle_us = 0
         self._began_ns = clock.monotonic_ns()
 
@@ -159,8 +160,14 @@ class Fleet:
     async def loaded(self) -> None:
         """Wait for all first versions. Raises what loading raised."""
         await asyncio.gather(*(version.built.engine.loaded() for version in self._versions()))
-        self._is_plain = len(self._slots) == 1
-        self._start_us = (self._clock.monotonic_ns() - self._began_ns) // 1000
+        now_ns = self._clock.monotonic_ns()
+        if self._is_plain:
+            [version] = self._versions()
+            phases = version.built.engine.step_clock.by_phase_us
+            self._load_us, self._warmup_us = phases["load"], phases["warmup"]
+            self._began_ns = now_ns - 1000 * (self._load_us + self._warmup_us)
+        else:
+            self._warmup_us = max(1, (now_ns - self._began_ns) // 1000)
 
     async def ended(self) -> None:
         """Wait until an engine has ended by a defect."""
@@ -210,7 +217,7 @@ class Fleet:
 
     async def _load(self, slot: _Slot, model: str) -> _Version:
         """Another version, ready. Raises what hindered it; nothing has changed then."""
-        self._is_plain = False
+        self._leave_plain()
         built = await asyncio.to_thread(slot.served.make, model)
         version = _Version(built)
         self._begin(version)
@@ -221,6 +228,14 @@ class Fleet:
             built.release()
             raise
         return version
+
+    def _leave_plain(self, version: _Version | None = None) -> None:
+        """From here on several engines' steps are summed up; the clock goes on from where the
+        first one's stands, so that it stays one life."""
+        if self._is_plain:
+            [version] = [version] if version else self._versions()
+            self._idle_us = version.built.engine.step_clock.by_phase_us["idle"]
+            self._is_plain = False
 
     async def _swap(self, slot: _Slot, model: str) -> None:
         async with slot.changing:
@@ -235,7 +250,7 @@ class Fleet:
         async with slot.changing:
             old, slot.current = slot.current, None
             if old is not None:
-                self._is_plain = False
+                self._leave_plain(old)
                 await self._retire(slot, old)
 
     async def _wake(self, slot: _Slot) -> None:
@@ -365,8 +380,8 @@ class Fleet:
 
     def _process_clock(self) -> CounterMetricFamily:
         """The wall time of the process by what it was spent on, each second once: steps by model,
-        of versions that are over too; loading until the first were ready; idle is the rest, seen
-        when nobody computes, and with it the loading of later versions. It never falls."""
+        of versions that are over too; loading and warm-up until the first were ready; idle is the
+        rest, seen when nobody computes, and with it the loading of later versions. None falls."""
         steps = {name: Counter(slot.stepped_us) for name, slot in self._slots.items()}
         is_free = self._turns.is_free
         wall_us = (self._clock.monotonic_ns() - self._began_ns) // 1000
@@ -377,7 +392,8 @@ class Fleet:
                 steps[slot.served.name][phase] += engine.step_clock.by_phase_us[phase]  # type: ignore[index]  # a Literal
         total_us = sum(sum(counts.values()) for counts in steps.values())
         if is_free and not self._retiring:
-            self._idle_us = max(self._idle_us, wall_us - self._start_us - total_us)
+            rest_us = wall_us - self._load_us - self._warmup_us - total_us
+            self._idle_us = max(self._idle_us, rest_us)
         metric = declared.ENGINE_STEP_SECONDS
         family = CounterMetricFamily(metric.name, metric.help, labels=metric.label_names)
         first = self._first.served.name
@@ -385,8 +401,9 @@ class Fleet:
             for phase in metric.labels[1].values:
                 us = counts[phase]
                 if name == first:
-                    # All of the start counts as warm-up: the parts of several models overlap.
-                    us = {"idle": self._idle_us, "warmup": self._start_us}.get(phase, us)
+                    us = {
+                        "load": self._load_us, "warmup": self._warmup_us, "idle": self._idle_us
+                    }.get(phase, us)  # fmt: skip
                 family.add_metric([name, phase], us / 1e6)
         return family
 

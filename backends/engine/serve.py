@@ -142,6 +142,7 @@ def build(
         return SharedRunner(runner, turns, name, waited=waited)
 
     def release() -> None:
+        app.close()
         while loaded:
             loaded.pop().close()
 

@@ -191,6 +191,10 @@ class EngineApp:
         """Its metrics, for who shows those of several."""
         return self._metrics.collect()
 
+    def close(self) -> None:
+        """After the last answer."""
+        self._guides.close()
+
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
