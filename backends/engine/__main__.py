@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -107,13 +108,11 @@ def main(
     service_name: str,
     log_format: LogFormat,
     vllm_metrics: bool,
-    also: tuple[str, ...],
     **settings: object,
 ) -> None:
     """Serve one model, or several, over the OpenAI API."""
     try:
-        more = [msgspec.json.decode(text, type=EngineModel) for text in also]
-        given = settings_of({**settings, "models": more})
+        given = settings_of(settings)
     except msgspec.DecodeError as error:
         sys.stderr.write(f"meterline engine: {error}\n")
         sys.exit(2)
@@ -134,8 +133,9 @@ def main(
     sys.exit(status)
 
 
-def settings_of(options: Mapping[str, object]) -> EngineSettings:
-    """Of the options with the names of settings. Raises msgspec.ValidationError."""
+def settings_of(options: Mapping[str, Any]) -> EngineSettings:
+    """Of the options with the names of settings. Raises msgspec.DecodeError."""
+    more = [msgspec.json.decode(text, type=EngineModel) for text in options.get("also", ())]
     guesses = {
         field: options[option]
         for option, field in (
@@ -145,7 +145,7 @@ def settings_of(options: Mapping[str, object]) -> EngineSettings:
     }  # fmt: skip
     names = set(EngineSettings.__struct_fields__) - {"speculative"}
     table = {name: value for name, value in options.items() if name in names}
-    return msgspec.convert({**table, "speculative": guesses}, EngineSettings)
+    return msgspec.convert({**table, "models": more, "speculative": guesses}, EngineSettings)
 
 
 def _say(name: str, address: str) -> None:
