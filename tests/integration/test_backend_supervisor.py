@@ -237,7 +237,7 @@ async def test_after_a_crash_requests_wait_for_a_connection_only(tmp_path: Path)
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from backends.settings import EngineModel, EngineSettings
+from backends.settings import EngineSettings
 from backends.supervisor import EngineProcess
 
 async def main():
