@@ -56,14 +56,26 @@ def build_engine(
     `process.start()`. `telemetry`: where the child's spans go; None: nowhere."""
     from backends.supervisor import EngineProcess, Supervised
 
+    process = EngineProcess(settings, socket_path, telemetry=telemetry)
+    return Supervised(_on_socket(settings, socket_path), process)
+
+
+def attend_engine(settings: EngineSettings, socket_path: Path) -> "Supervised":
+    """The backend of one `[[engines]]` table whose process belongs to our parent."""
+    from backends.attended import AttendedEngine
+    from backends.supervisor import Supervised
+
+    return Supervised(_on_socket(settings, socket_path), AttendedEngine(settings.name, socket_path))
+
+
+def _on_socket(settings: EngineSettings, socket_path: Path) -> "EngineServer":
     described = BackendSettings(
         name=settings.name,
         kind="engine",
         base_url=f"{egress.UNIX_SCHEME}{socket_path}",
         gpu=settings.gpu,
     )
-    process = EngineProcess(settings, socket_path, telemetry=telemetry)
-    return Supervised(_engine(described, None), process)
+    return _engine(described, None)
 
 
 def _openai(settings: BackendSettings, api_key: str | None) -> Backend:

@@ -130,13 +130,24 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Guessing tokens ahead and checking several in one step. The text does not change by it."""
 
     method: Annotated[
-        Literal["off", "prompt_lookup"],
+        Literal["off", "prompt_lookup", "draft_model"],
         Meta(
             description="prompt_lookup: what followed the last tokens earlier in the same text. "
-            "It rests while its guesses fail. Only with native kernels."
+            "draft_model: what a second, faster model says. Either rests while its guesses fail. "
+            "Only with native kernels."
         ),
     ] = "prompt_lookup"
     max_tokens: Annotated[int, Meta(ge=1, le=16, description="Guesses in a step at most.")] = 6
+    draft_model: Annotated[
+        str | None,
+        Meta(
+            description="For draft_model: a model with the same vocabulary, by name or path. The "
+            "same one with other numbers (dtype = float32 here, auto there) will do."
+        ),
+    ] = None
+    draft_dtype: Annotated[
+        Literal["auto", "float32", "float16"], Meta(description="As dtype, of the draft model.")
+    ] = "auto"
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +161,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
     ] = "smollm2-135m-instruct"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(
+            description="Where it runs. auto: on the CPU. cuda needs a torch with CUDA; that path "
+            "is tested without a GPU and unmeasured on one."
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         Meta(

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Raw, Struct, field, structs
 
 from backends.base import Previous
+from gateway import soundness
 from gateway.auth import Credential, read_credential
 from gateway.errors import BadRequest, GatewayError
 from gateway.wire import (
@@ -107,12 +108,7 @@ class Call(Struct, frozen=True, kw_only=True):
         """Check the body and read the view. Raises BadRequest with the path of the field."""
         if self.fault is not None:
             raise self.fault
-        try:
-            self.body.decode()  # a field that nobody reads must be UTF-8 too: it goes upstream
-        except UnicodeDecodeError as error:
-            raise BadRequest(
-                f"The request body is not valid UTF-8 (byte {error.start}).", code="invalid_json"
-            ) from None
+        soundness.check(self.body)  # of fields that nobody reads too: they go upstream
         try:
             view: Body = _DECODERS[self.surface].decode(self.body)
         except msgspec.ValidationError as error:
@@ -332,5 +328,9 @@ def _wrong_field(error: msgspec.ValidationError) -> BadRequest:
     return BadRequest(
         f"Invalid value{where}: {what[:1].lower()}{what[1:]}.",
         param=path or None,
-        code="invalid_value" if "`int` >=" in what or "`int` <=" in what else "invalid_type",
+        code="array_above_max_length"
+        if "`array` of length <=" in what
+        else "invalid_value"
+        if "`int` >=" in what or "`int` <=" in what
+        else "invalid_type",
     )

@@ -36,9 +36,26 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8080
+    workers: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Processes that share the port, for machines with cores."),
+    ] = 1
+    worker_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="With several workers: the first of as many further ports in a row, one a "
+            "worker, where each one's /metrics is; 0 picks free ones. /metrics/targets lists them.",
+        ),
+    ] = 0
     max_body_mb: Annotated[
         int, Meta(ge=1, le=1024, description="Largest request body, megabytes (10^6 bytes).")
     ] = 32
+    body_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Seconds that a request's body may take, and one more per 16 KB."),
+    ] = 30.0
     admin_key: Annotated[
         str | None,
         Meta(
@@ -56,6 +73,12 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest life of a request, seconds, all attempts included.")
     ] = 600.0
+    idempotency_ttl_s: Annotated[
+        float, Meta(gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
+    ] = 3600.0
+    idempotency_mb: Annotated[
+        int, Meta(ge=1, description="Megabytes of such answers that a process keeps at most.")
+    ] = 64
     ping_s: Annotated[
         float,
         Meta(ge=0, description="Silent seconds in a stream until a comment is sent; 0: never."),

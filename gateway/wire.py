@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
+MAX_MESSAGES = 8192  # four times what the real API takes
+
 Json = Any
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -50,7 +52,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
 class ChatBody(Sampling, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -15,19 +15,17 @@ from litestar.types import Receive, Scope, Send
 
 from backends.base import BackendError, Chunk, Final, Whole
 from gateway.answer import Answer
-from gateway.api import problems
+from gateway.api import bodies, idempotency, problems
 from gateway.api.voices import Voice, voice_of
+from gateway.auth import read_credential
 from gateway.call import Call, Presence
 from gateway.dispatch import as_gateway_error
 from gateway.errors import (
-    BadRequest,
-    BodyTooLarge,
     ClientGone,
     Draining,
     GatewayError,
     Internal,
     MethodNotAllowed,
-    UnsupportedMedia,
 )
 from gateway.pipeline import Gateway
 from gateway.stopping import REPORT_S
@@ -37,7 +35,7 @@ from telemetry.record import Surface
 
 log = logging.getLogger(__name__)
 
-Headers = dict[bytes, bytes]
+Headers = Mapping[bytes, bytes]
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -49,8 +47,6 @@ CLIENT_REQUEST_ID_LIMIT = 128
 VENDOR_HEADERS = (b"anthropic-version", b"anthropic-beta")
 VENDOR_HEADER_LIMIT = 1_000
 _ANTHROPIC = frozenset({"messages", "count_tokens"})
-DISCARD_BYTES = 64_000_000
-DISCARD_S = 5.0
 
 
 @asgi(["/v1/chat/completions", "/chat/completions"], opt={"caller": "tenant"}, copy_scope=False)
@@ -97,8 +93,18 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         error = MethodNotAllowed("Use POST.", allowed=["POST"])
         await _Sending(send, voice_of(surface)).problem(error, request_id, close=False)
         return
-    sending = _Sending(send, voice_of(surface))
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
+    if idempotency.has_key(call):
+        await idempotency.serve(
+            gateway,
+            scope["litestar_app"].state.idempotency,
+            call,
+            receive,
+            send,
+            lambda to: _answer(gateway, call, _Sending(to, voice_of(surface))),
+        )
+        return
+    sending = _Sending(send, voice_of(surface))
     await _while_connected(_answer(gateway, call, sending), receive, call.presence, sending)
 
 
@@ -230,15 +236,18 @@ async def _read(
     """The request as a Call. A body that cannot be taken is a fault that the pipeline raises once
     it knows whose request it is, so that it is recorded like any other refusal."""
     headers = dict(raw)
-    limit = gateway.runtimes.current.config.server.max_body_mb * 1_000_000
+    server = gateway.runtimes.current.config.server
     body, fault = b"", None
     try:
-        _check_media(headers)
-        body = await _read_body(headers, receive, limit)
+        body = await bodies.read(
+            headers,
+            receive,
+            server.max_body_mb * 1_000_000,
+            server.body_timeout_s,
+            lambda: gateway.auth.identify(read_credential(raw)),
+        )
     except GatewayError as error:
         fault = error
-        if not isinstance(error, ClientGone):
-            await _discard(headers, receive)
     return Call(
         request_id=request_id,
         surface=surface,
@@ -256,51 +265,6 @@ def _vendor_headers(headers: Headers) -> tuple[tuple[bytes, bytes], ...]:
     """What a vendor's client says to the vendor, and nothing else that it sends."""
     found = ((name, _text(headers, name, VENDOR_HEADER_LIMIT)) for name in VENDOR_HEADERS)
     return tuple((name, value.encode()) for name, value in found if value)
-
-
-def _check_media(headers: Headers) -> None:
-    media = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
-    if media != b"application/json":
-        raise UnsupportedMedia("Send the body as JSON, with content-type: application/json.")
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise UnsupportedMedia("Send the body uncompressed: content-encoding is not supported.")
-
-
-async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
-    declared = headers.get(b"content-length", b"0")
-    if not declared.isdigit():
-        raise BadRequest("content-length is not a number.")
-    if int(declared) > limit:
-        raise BodyTooLarge(f"The body is larger than {limit // 1_000_000} MB.")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message: Any = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("The client left before its request was complete.")
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"The body is larger than {limit // 1_000_000} MB.")
-        if part:
-            parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _discard(headers: Headers, receive: Receive) -> None:
-    """Read a refused body to its end, within bounds: closing on unread bytes would reset the
-    connection, and the client could lose the answer that says why."""
-    if b"expect" in headers:
-        return  # it waits to be asked for the body
-    size = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while size < DISCARD_BYTES:
-                message: Any = await receive()
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
 
 
 def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from gateway.errors import (
     UnsupportedMedia,
 )
 from gateway.wire import ErrorBody, Problem
-from telemetry.ids import new_request_id
+from telemetry.ids import minted_ms, new_request_id
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def headers(error: GatewayError, request_id: str) -> list[tuple[bytes, bytes]]:
     result = [
         (b"content-type", b"application/json"),
         (b"x-request-id", request_id.encode()),
+        (b"openai-processing-ms", str(_age_ms(request_id)).encode()),
         (b"x-should-retry", b"true" if error.retryable else b"false"),
         *COMMON_HEADERS,
     ]
@@ -62,6 +64,11 @@ def headers(error: GatewayError, request_id: str) -> list[tuple[bytes, bytes]]:
     if isinstance(error, MethodNotAllowed):
         result.append((b"allow", ", ".join(error.allowed).encode()))
     return result
+
+
+def _age_ms(request_id: str) -> int:
+    """How long the request has been with us: its id was made when it began."""
+    return max(0, time.time_ns() // 1_000_000 - minted_ms(request_id))
 
 
 async def send_problem(
