@@ -79,6 +79,7 @@ class Gateway:
                 route = runtime.route(asked.model, caller)
                 previous = await self._previous(caller, asked)
                 asked = asked.going_on_from(previous)
+                record.data.input_estimate = asked.input_estimate
                 targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
                 try:
