@@ -13,6 +13,7 @@ COMMANDS: Final = {
     "migrate": "migrate",
     "tenant": "tenant",
     "key": "key",
+    "backend": "backend",
     "limit": "limit",
     "budget": "budget",
     "price": "price",

@@ -56,20 +56,20 @@ class Answer:
 
     async def events(self) -> AsyncIterator[Chunk | Whole | Final]:
         """The events of the attempt, the last one a Final; BackendError if it breaks off."""
-        saw = self.record.saw_chunk
+        saw, attempt = self.record.saw_chunk, self._live.attempt
         for event in self._live.held:
             if isinstance(event, Final):
                 self._finish(event)
                 yield event
                 return
-            saw(event.content_bytes)
+            saw(event.content_bytes, attempt)
             yield event
         async for event in self._live.events:
             if isinstance(event, Final):
                 self._finish(event)
                 yield event
                 return
-            saw(event.content_bytes)
+            saw(event.content_bytes, attempt)
             yield event
         raise BackendTruncated("It ended without saying so.", backend=self._live.attempt.backend)
 
@@ -97,6 +97,7 @@ class Answer:
         trace: TracebackType | None,
     ) -> None:
         self._settle(error)
+        self._live.release()
         close = getattr(self._live.events, "aclose", None)
         if close is not None:
             with contextlib.suppress(BackendError):

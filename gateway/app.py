@@ -36,13 +36,17 @@ from gateway.api.admin import create_admin_router
 from gateway.api.reports import create_reports_router
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
+from gateway.circuit_sharing import CircuitSharing
 from gateway.config import Config, ConfigInvalid, check_references, resolve
+from gateway.drains import Drains
 from gateway.errors import GatewayError
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
+from gateway.hedging import Hedges
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.limits import Limits, MemoryStore, RedisStore, Slices
 from gateway.pipeline import Gateway
+from gateway.probes import Probes
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.runtime import ConfigWatcher, RuntimeHolder
@@ -220,8 +224,13 @@ async def _build(
         salt_key=ring.digest("cache-salt"),
         clock=clock,
         health=health,
+        hedges=Hedges(clock, lambda result: metrics.add(metric.HEDGES, result=result)),
     )
     stack.push_async_callback(runtimes.aclose)
+    if config.store.redis is not None:
+        redis_url = resolve(config.store.redis, environment)
+        node = f"{platform.node()}/{wal.node}/{new_span_id()}"
+        await stack.enter_async_context(_running(CircuitSharing(redis_url, health, node=node).run))
     limits = await _open_limits(
         config, environment, stack, node=wal.node, engine=engine, prices=prices,
         runtimes=runtimes, clock=clock,
@@ -233,6 +242,7 @@ async def _build(
         watcher = ConfigWatcher(config_path, runtimes, adapt=adapt, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
+    await stack.enter_async_context(_running(Probes(runtimes, Drains(tenants)).run))
     await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
 
     gateway = Gateway(
