@@ -15,9 +15,10 @@ from backends import discovery, egress
 from backends.base import Backend
 from backends.discovery import Address
 from backends.fleet import Fleet, Place, places_of
-from backends.settings import BackendKind, BackendSettings, EngineSettings
+from backends.settings import BackendKind, BackendSettings, Dialect, EngineSettings
 from backends.transport import Client
 from telemetry import usage
+from telemetry.record import Surface
 
 if TYPE_CHECKING:
     from backends.openai_compat import EngineServer
@@ -74,6 +75,18 @@ def provider_of(settings: BackendSettings) -> str:
     return settings.provider or _PROVIDERS[settings.kind]
 
 
+def dialect(settings: BackendSettings) -> Dialect:
+    """What this backend understands. OpenAI itself refuses `max_tokens` for its newer models, and
+    many of the servers that speak its API know nothing else."""
+    own = _SPEAKS.get(settings.kind) if settings.surfaces is None else frozenset(settings.surfaces)
+    is_openai = provider_of(settings) == _PROVIDERS["openai"]
+    return Dialect(
+        speaks=Dialect().speaks if own is None else own,
+        limit_field="max_completion_tokens" if is_openai else "max_tokens",
+        max_tokens=settings.default_max_tokens,
+    )
+
+
 def build_engine(
     settings: EngineSettings, socket_path: Path, telemetry: "EngineTelemetry | None" = None
 ) -> "Supervised":
@@ -81,15 +94,26 @@ def build_engine(
     `process.start()`. `telemetry`: where the child's spans go; None: nowhere."""
     from backends.supervisor import EngineProcess, Supervised
 
+    process = EngineProcess(settings, socket_path, telemetry=telemetry)
+    return Supervised(_on_socket(settings, socket_path), process)
+
+
+def attend_engine(settings: EngineSettings, socket_path: Path) -> "Supervised":
+    """The backend of one `[[engines]]` table whose process belongs to our parent."""
+    from backends.attended import AttendedEngine
+    from backends.supervisor import Supervised
+
+    return Supervised(_on_socket(settings, socket_path), AttendedEngine(settings.name, socket_path))
+
+
+def _on_socket(settings: EngineSettings, socket_path: Path) -> "EngineServer":
     described = BackendSettings(
         name=settings.name,
         kind="engine",
         base_url=f"{egress.UNIX_SCHEME}{socket_path}",
         gpu=settings.gpu,
     )
-    process = EngineProcess(settings, socket_path, telemetry=telemetry)
-    client = _client(described, described.base_url, None)
-    return Supervised(_engine(described, None, client), process)
+    return _engine(described, None, _client(described, described.base_url, None))
 
 
 def _openai(settings: BackendSettings, api_key: str | None, client: Client) -> Backend:
@@ -102,6 +126,12 @@ def _openai(settings: BackendSettings, api_key: str | None, client: Client) -> B
         normalise=usage.from_openai,
         provider=provider_of(settings),
     )
+
+
+def _anthropic(settings: BackendSettings, api_key: str | None, client: Client) -> Backend:
+    from backends.anthropic import Anthropic
+
+    return Anthropic(settings, api_key, client, provider=provider_of(settings))
 
 
 def _engine(settings: BackendSettings, api_key: str | None, client: Client) -> "EngineServer":
@@ -136,10 +166,15 @@ def _client(settings: BackendSettings, base_url: str | None, address: Address | 
 
 _PROVIDERS: Final[dict[BackendKind, str]] = {
     "openai": "openai",
+    "anthropic": "anthropic",
     "engine": ENGINE_PROVIDER,
     "scripted": "scripted",
 }
+_SPEAKS: Final[dict[BackendKind, frozenset[Surface]]] = {
+    "anthropic": frozenset({"messages", "count_tokens"}),
+}
 _FACTORIES: Final[dict[BackendKind, Factory]] = {
     "openai": _openai,
+    "anthropic": _anthropic,
     "engine": _engine,
 }

@@ -13,8 +13,10 @@ from typing import Any, Self
 import msgspec
 from msgspec import Struct
 
+from backends import translate
 from backends.base import (
     Backend,
+    BackendCannot,
     BackendError,
     BackendFailed,
     BackendProtocol,
@@ -190,8 +192,8 @@ class _Walk:
                     self.waits_s.append(error.retry_after_s)
                 if target not in again and _may_recover(error):
                     again.append(target)
-                fault = fault_of(error)
-                if fault is None:  # the model is missing there, on all servers of it
+                fault = None if isinstance(error, BackendCannot) else fault_of(error)
+                if fault is None:  # what is missing there is so on all servers of it
                     return None
                 failed.append((place, fault))
         return None
@@ -256,16 +258,19 @@ class _Walk:
         attempt.endpoint = target.endpoint or None
         timeouts = within(upstream.timeouts, record.remaining_s())
         server.in_flight += 1
-        events = backend.chat(self._request(target, attempt, timeouts))
+        asked = self._request(target, attempt, timeouts)
+        events = translate.ask(backend, upstream.dialect, asked)
         try:
             held = await _until_content(events, target.backend)
         except BackendError as error:
             server.in_flight -= 1
             fail(attempt, error, record.now_ns())
-            if timeouts is upstream.timeouts or not _is_total(error):
-                health.failed(target, error)
-            else:
+            if timeouts is not upstream.timeouts and _is_total(error):
                 health.gave_up(target)  # the request's life was short, not the backend slow
+            elif isinstance(error, BackendCannot):
+                health.gave_up(target)  # it was not asked
+            else:
+                health.failed(target, error)
             raise
         except BaseException:
             server.in_flight -= 1
@@ -273,7 +278,10 @@ class _Walk:
             attempt.ended_ns = record.now_ns()
             await _close(events)
             raise
-        health.succeeded(target)
+        if translate.is_asked(asked, upstream.dialect):
+            health.succeeded(target)
+        else:
+            health.gave_up(target)  # the answer is ours
         return Live(
             backend, attempt, held, events, partial(health.failed, target), partial(_free, server)
         )

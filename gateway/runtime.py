@@ -14,7 +14,8 @@ from pathlib import Path
 
 from backends.base import Backend, Timeouts
 from backends.fleet import Fleet
-from backends.settings import BackendSettings
+from backends.registry import dialect
+from backends.settings import BackendSettings, Dialect
 from gateway.auth import Caller
 from gateway.config import COLD, Config, ConfigInvalid, load, references_of, resolve
 from gateway.errors import ModelUnknown
@@ -67,6 +68,8 @@ class Runtime:
 
 
 def routes_of(config: Config) -> dict[str, Route]:
+    """What each route's targets cannot do: what the config says, and what their backends lack."""
+    dialects = {settings.name: dialect(settings) for settings in config.backends}
     return {
         route.model: Route(
             route.model,
@@ -75,7 +78,7 @@ def routes_of(config: Config) -> dict[str, Route]:
                     target.backend,
                     target.model or route.model,
                     target.weight,
-                    frozenset(target.lacks),
+                    frozenset(target.lacks) | _lacks(dialects.get(target.backend, Dialect())),
                 )
                 for target in route.targets
             ),
@@ -84,6 +87,14 @@ def routes_of(config: Config) -> dict[str, Route]:
         )
         for route in config.routes
     }
+
+
+def _lacks(dialect: Dialect) -> frozenset[str]:
+    """What a backend's API has no words for, whatever its model can do."""
+    lacks = {name for name in ("embeddings", "completions") if name not in dialect.speaks}
+    if not dialect.speaks & {"chat", "responses"}:
+        lacks |= {"n", "logprobs", "json_object"}
+    return frozenset(lacks)
 
 
 class RuntimeHolder:
@@ -140,11 +151,12 @@ class RuntimeHolder:
             if name not in built or built[name][2] is not backend
         ]
         upstreams = {
-            name: self._upstream(name, backend, settings.timeouts)
+            name: self._upstream(name, backend, settings.timeouts, dialect(settings))
             for name, (settings, _, backend) in built.items()
         }
         upstreams |= {
-            name: self._upstream(name, engine, Timeouts()) for name, engine in self._engines.items()
+            name: self._upstream(name, engine, Timeouts(), Dialect())
+            for name, engine in self._engines.items()
         }
         for name in self._built:
             if name not in built or built[name] is not self._built[name]:
@@ -170,12 +182,18 @@ class RuntimeHolder:
                 problems += [f"{where}: {line}" for line in error.problems]
         return tuple(keys), problems
 
-    def _upstream(self, name: str, backend: Backend, timeouts: Timeouts) -> Upstream:
+    def _upstream(
+        self, name: str, backend: Backend, timeouts: Timeouts, speaks: Dialect
+    ) -> Upstream:
         """The one in force if nothing about it changed, since it knows what is in flight."""
         old = self._upstreams.get(name)
-        if old is not None and old.backend is backend and old.timeouts == timeouts:
+        if (
+            old is not None
+            and old.backend is backend
+            and (old.timeouts == timeouts and old.dialect == speaks)
+        ):
             return old
-        made = self._upstreams[name] = Upstream(backend, timeouts)
+        made = self._upstreams[name] = Upstream(backend, timeouts, speaks)
         if isinstance(backend, Fleet):
             backend.start()
         return made

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from backends.base import Backend, Timeouts
 from backends.fleet import Fleet, Member, Server
+from backends.settings import Dialect
 from gateway.health import Fault, Health
 from gateway.routing import Candidate, Target, least_loaded
 
@@ -35,9 +36,12 @@ class Place(Struct, frozen=True, gc=False):
 class Upstream:
     """`backend` is the whole of it, and its only server where it has just one."""
 
-    def __init__(self, backend: Backend, timeouts: Timeouts) -> None:
+    def __init__(
+        self, backend: Backend, timeouts: Timeouts, dialect: Dialect | None = None
+    ) -> None:
         self.backend = backend
         self.timeouts = timeouts
+        self.dialect = dialect or Dialect()
         self._fleet = backend if isinstance(backend, Fleet) else None
         self._alone = Member(backend, Server(""))
         self._version = 0
