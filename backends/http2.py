@@ -212,9 +212,7 @@ class Http2Connection(asyncio.Protocol):
         while len(self._raw) >= _FRAME_HEAD:
             size = _FRAME_HEAD + int.from_bytes(self._raw[:3], "big")
             if size - _FRAME_HEAD > self._h2.max_inbound_frame_size:
-                whole.append(self._raw)  # h2 says what is wrong with it
-                self._raw = b""
-                break
+                raise h2.exceptions.FrameTooLargeError("a frame larger than was agreed")
             if len(self._raw) < size:
                 break
             frame, self._raw = self._raw[:size], self._raw[size:]

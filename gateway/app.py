@@ -33,6 +33,7 @@ from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
 from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
+from gateway.api.backends import create_backends_router
 from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
 from gateway.api.shared_answers import SharedAnswers
@@ -364,6 +365,7 @@ def create_app(
             health.targets,
             create_admin_router(tenants, admin),
             create_reports_router(desk, admin),
+            create_backends_router(Drains(tenants), gateway, admin),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),

@@ -18,11 +18,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from msgspec.structs import asdict
 from typing_extensions import override
 
-from gateway.api.backends import BackendController
 from gateway.api.limits import BudgetController, LimitController
 from gateway.auth import Admin, read_credential
 from gateway.budgets import Allowances
-from gateway.drains import Drains
 from gateway.tenants import (
     MAX_PAGE,
     IssuedKey,
@@ -212,19 +210,14 @@ def create_admin_router(tenants: Tenants, admin: Admin) -> Router:
         admin.check(read_credential(connection.scope["headers"]))
 
     allowances = Allowances(tenants)
-    drains = Drains(tenants)
     return Router(
         path="/admin/v1",
-        route_handlers=[
-            *(TenantController, KeyController, LimitController, BudgetController),
-            BackendController,
-        ],
+        route_handlers=[TenantController, KeyController, LimitController, BudgetController],
         guards=[admins_only],
         opt={"caller": ADMIN},
         dependencies={
             "tenants": Provide(lambda: tenants, sync_to_thread=False),
             "allowances": Provide(lambda: allowances, sync_to_thread=False),
-            "drains": Provide(lambda: drains, sync_to_thread=False),
         },
         response_headers=[ResponseHeader(name="cache-control", value="private, no-store")],
     )

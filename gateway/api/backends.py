@@ -1,15 +1,19 @@
 """`/admin/v1/backends`: each backend's servers as this replica sees them, and what is drained.
 
-Parses, asks, renders. The guard is the admin router's. No URL, address of a socket or key is in an
+Parses, asks, renders, for whoever has the admin key. No URL, address of a socket or key is in an
 answer, but for the host and port that name a server."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from litestar import Controller, get, post
-from litestar.di import NamedDependency
+from litestar import Controller, Router, get, post
+from litestar.connection import ASGIConnection
+from litestar.datastructures import ResponseHeader
+from litestar.di import NamedDependency, Provide
+from litestar.handlers import BaseRouteHandler
 from litestar.params import JSONBody, PathParameter, SkipValidation
 from msgspec import Meta, Struct
 
+from gateway.auth import Admin, read_credential
 from gateway.drains import Drain, Drains
 from gateway.errors import NotFound
 from gateway.health import State
@@ -95,7 +99,7 @@ def _word(gateway: Gateway, backend: str, server: str) -> str:
 class BackendController(Controller):
     """Backends."""
 
-    path = "/backends"
+    path = "/"
     tags = ("backends",)
 
     @get("/", summary="List backends and their servers")
@@ -117,3 +121,22 @@ class BackendController(Controller):
         self, backend: BackendName, data: JSONBody[WhichServer], drains: Store
     ) -> Resumed:
         return Resumed(resumed=await drains.resume(backend, data.endpoint, actor=ACTOR) is not None)
+
+
+def create_backends_router(drains: Drains, gateway: Gateway, admin: Admin) -> Router:
+    """The routes under `/admin/v1/backends`, guarded."""
+
+    def admins_only(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+        admin.check(read_credential(connection.scope["headers"]))
+
+    return Router(
+        path="/admin/v1/backends",
+        route_handlers=[BackendController],
+        guards=[admins_only],
+        opt={"caller": "admin"},
+        dependencies={
+            "drains": Provide(lambda: drains, sync_to_thread=False),
+            "gateway": Provide(lambda: gateway, sync_to_thread=False),
+        },
+        response_headers=[ResponseHeader(name="cache-control", value="private, no-store")],
+    )

@@ -175,7 +175,7 @@ async def test_every_admin_route_takes_the_admin_key_only(client: Client) -> Non
         {**AS_ADMIN, "x-api-key": key},
     ]
     routes = admin_routes()
-    assert len(routes) == 21
+    assert len(routes) == 18
     for method, path in routes:
         for headers in wrong:
             url = path.replace("{tenant:str}", "acme").replace("{key:str}", key)

@@ -27,6 +27,12 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Har
         yield harness
 
 
+WHOLE = (
+    b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}'
+)
+
+
 class Asked:
     """A server that says what it is told to, and counts."""
 
@@ -40,7 +46,7 @@ class Asked:
         self.paths.append(scope["path"])
         if self.hangs:
             await asyncio.sleep(60)
-        body = self.metrics if scope["path"] == "/metrics" else b"{}"
+        body = self.metrics if scope["path"] == "/metrics" else WHOLE
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
@@ -100,7 +106,7 @@ async def test_a_server_that_hangs_holds_up_no_other(gateway: Harness) -> None:
     """Its probe runs out of time by itself; the others are asked at their own pace."""
     stuck, well = Asked(), Asked()
     stuck.hangs = True
-    short = QUICK.replace("failures", "timeout_s = 0.2, failures")
+    short = QUICK.replace("failures", "timeout_s = 1.0, failures")
     async with Server(stuck, grace_s=1) as one, Server(well, grace_s=1) as two:
         gateway.configure(servers(f"{one.base_url}/v1", f"{two.base_url}/v1", more=short))
         health = gateway.service.gateway.runtimes.health

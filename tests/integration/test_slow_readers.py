@@ -16,7 +16,8 @@ from tests.fakes.upstream import STALL, Upstream, delta, event, head, piece
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-BODY = json.dumps({"model": "m", "messages": [], "stream": True}).encode()
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODY = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
 MOST_BYTES = 12_000_000  # what sockets and buffers on the way may hold of a stream nobody reads
 
 

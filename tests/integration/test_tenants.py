@@ -100,7 +100,7 @@ async def test_the_migration_makes_what_the_models_say(database_url: str) -> Non
     """The revisions up equal the models, triggers and first row included; down leaves nothing."""
     import importlib
 
-    names = ("0001_tenants", "0003_limits", "0005_responses")
+    names = ("0001_tenants", "0003_limits", "0005_responses", "0006_drains")
     revisions = [importlib.import_module(f"migrations.versions.{name}") for name in names]
     engine = open_engine(database_url)
     assert StoredResponseRow.__tablename__ in TenantBase.metadata.tables

@@ -102,7 +102,11 @@ async def test_a_canary_is_found_nowhere(
             for table in (one, two):
                 gateway.configure(table + route("m", "b"))
                 for stream in (False, True):
-                    body = {"model": "m", "messages": [], "stream": stream}
+                    body = {
+                        "model": "m",
+                        "messages": [{"role": "user", "content": "hi"}],
+                        "stream": stream,
+                    }
                     answer = await gateway.client.post(
                         "/v1/chat/completions", json=body, headers=gateway.auth
                     )
@@ -111,7 +115,9 @@ async def test_a_canary_is_found_nowhere(
     dead = f"http://127.0.0.1:{free_port()}/path-{CANARY}/v1"
     gateway.configure(backend("b", dead) + route("m", "b"))
     answer = await gateway.client.post(
-        "/v1/chat/completions", json={"model": "m", "messages": []}, headers=gateway.auth
+        "/v1/chat/completions",
+        json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        headers=gateway.auth,
     )
     seen.append(f"{answer.headers}{answer.text}")
     assert tried == 4 * len(names)
@@ -128,7 +134,11 @@ async def test_clients_choose_no_host(gateway: Harness) -> None:
         gateway.configure(backend("b", upstream.base_url) + route("m", "b"))
         theirs = trap.base_url
         fields = ("base_url", "api_base", "api_url", "url", "host", "endpoint", "custom_host")
-        body: dict[str, Any] = {"model": "m", "messages": [], **dict.fromkeys(fields, theirs)}
+        body: dict[str, Any] = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "hi"}],
+            **dict.fromkeys(fields, theirs),
+        }
         headers = gateway.auth | {
             "x-forwarded-host": f"127.0.0.1:{trap.port}",
             "x-base-url": theirs,
@@ -171,7 +181,7 @@ async def test_only_listed_headers_go_up(gateway: Harness) -> None:
             "accept-language": CANARY,
             "te": "trailers",
         }
-        body = {"model": "m", "messages": []}
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         await gateway.client.post("/v1/chat/completions", json=body, headers=mine)
         (received,) = upstream.received
     assert set(received.headers) == {
@@ -214,7 +224,9 @@ async def test_an_internal_address_needs_leave(gateway: Harness, host: str) -> N
     ):
         gateway.configure(table.replace("allow_private = true", "") + route("m", "b"))
         answer = await gateway.client.post(
-            "/v1/chat/completions", json={"model": "m", "messages": []}, headers=gateway.auth
+            "/v1/chat/completions",
+            json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+            headers=gateway.auth,
         )
         assert answer.status_code == 502
         assert "internal address" in answer.json()["error"]["message"]
