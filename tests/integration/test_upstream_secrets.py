@@ -103,6 +103,7 @@ async def test_a_canary_is_found_nowhere(
             for table in (one, two):
                 gateway.configure(table + route("m", "b"))
                 for stream in (False, True):
+                    gateway.forget_failures()
                     body = {
                         "model": "m",
                         "messages": MESSAGES,
