@@ -468,6 +468,7 @@ EXPECTED: dict[str, tuple[set[str], set[str]]] = {  # area → who may read, who
     "limits": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin"}),
     "budgets": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin", "billing"}),
     "admins": ({"owner", "admin"}, {"owner"}),
+    "backends": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin"}),
     "audit": ({"owner", "admin", "billing"}, set()),
 }
 

@@ -66,7 +66,7 @@ def supervised(process: EngineProcess) -> Supervised:
     settings = BackendSettings(
         name="small", kind="engine", base_url=f"unix://{process.socket_path}"
     )
-    backend = build(settings, None)
+    backend = build(settings, ())
     assert isinstance(backend, EngineServer)
     return Supervised(backend, process)
 
