@@ -246,6 +246,26 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "auto"
 
 
+class EngineModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[engines.models]]` table: a further model in the same process. Steps take turns, each
+    model has its own KV pool and queue."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$", description="Its public name.")
+    ]
+    model: Annotated[str, Meta(description="As the engine's own `model`.")]
+    dtype: Annotated[
+        Literal["auto", "float32", "float16"], Meta(description="As the engine's own.")
+    ] = "auto"
+    weights: Annotated[
+        Literal["file", "int8", "int4"], Meta(description="As the engine's own.")
+    ] = "file"
+    kv_memory_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Gigabytes of its KV pool; default: an equal part of the engine's."),
+    ] = None
+
+
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[engines]]` table: an engine that `meterline serve` starts and supervises.
 
@@ -255,7 +275,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name used by routes.")
     ]
     model: Annotated[
-        str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
+        str,
+        Meta(
+            description="`smollm2-135m-instruct` (bundled), or the path of a GGUF file or of a "
+            "folder with config.json, safetensors and tokenizer.json."
+        ),
     ] = "smollm2-135m-instruct"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -271,6 +295,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "float32: the exact numbers of the file's weights, slower."
         ),
     ] = "auto"
+    weights: Annotated[
+        Literal["file", "int8", "int4"],
+        Meta(
+            description="How weights lie in memory. file: as dtype says. int8, int4: rounded in "
+            "groups of 32, the head to 8 bits at most; a quarter or less of the memory of fp32 for "
+            "some quality. Only with native kernels."
+        ),
+    ] = "file"
     kernels: Annotated[
         Literal["auto", "native", "torch"],
         Meta(
@@ -284,6 +316,16 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_memory_gb: Annotated[
         float, Meta(gt=0, description="Memory of the KV block pool, gigabytes.")
     ] = 0.5
+    models: Annotated[
+        list[EngineModel], Meta(description="Further models in the same process.")
+    ] = field(default_factory=list)
+    when_asleep: Annotated[
+        Literal["refuse", "wake"],
+        Meta(
+            description="A request for a model that was put to sleep: 503 with Retry-After, or "
+            "wake it and wait."
+        ),
+    ] = "refuse"
     max_batch_size: Annotated[int, Meta(ge=1, le=512, description="Sequences in a step.")] = 16
     max_batch_tokens: Annotated[
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")

@@ -13,6 +13,8 @@ COMMANDS: Final = {
     "migrate": "migrate",
     "tenant": "tenant",
     "key": "key",
+    "admin": "admin",
+    "audit": "audit",
     "backend": "backend",
     "limit": "limit",
     "budget": "budget",

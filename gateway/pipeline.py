@@ -11,7 +11,14 @@ from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
 from gateway.client_timeouts import client_timeout_s
 from gateway.dispatch import first_success
-from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
+from gateway.errors import (
+    BadRequest,
+    Downgrades,
+    Draining,
+    LedgerUnavailable,
+    ModelUnknown,
+    Unauthenticated,
+)
 from gateway.health import Health
 from gateway.limits import Limits
 from gateway.refusals import Refusals
@@ -22,6 +29,10 @@ from gateway.stopping import ask_to_stop
 from telemetry import trace_context
 from telemetry.ledger import Ledger, OpenRecord, WalUnavailable
 from telemetry.record import Attempt
+
+DEGRADED = "x-meterline-degraded"
+CHEAPER = "cheaper-model;budget"  # rung; reason
+ENDED = ("chat", "completions")  # whose streams we know how to end; others settle with a debt
 
 
 class Gateway:
@@ -71,11 +82,17 @@ class Gateway:
                 route = runtime.route(asked.model, caller)
                 previous = await self._previous(caller, asked)
                 asked = asked.going_on_from(previous)
-                targets = plan(
-                    _capable(route, asked), self._dice.random(), _usable(runtime, health)
-                )
+                record.data.input_estimate = asked.input_estimate
+                usable = _usable(runtime, health)
+                targets = plan(_capable(route, asked), self._dice.random(), usable)
             with record.stage("admit"):
-                await self.limits.admit(call, caller, asked, targets)
+                try:
+                    await self.limits.admit(call, caller, asked, targets)
+                except Downgrades as spent:
+                    route = self._cheaper(call, caller, route, spent, runtime)
+                    targets = plan(_capable(route, asked), self._dice.random(), usable)
+                    record.data.degraded = call.answer_headers[DEGRADED] = CHEAPER
+                    await self.limits.admit(call, caller, asked, targets, is_downgraded=True)
                 self._intend(record)  # in the log before anything is spent
             call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             hedge = None
@@ -96,7 +113,8 @@ class Gateway:
             if hedge is not None:
                 first = record.data.attempts[0]  # where a rival won, it would have taken longer
                 hedge.observe((record.now_ns() - first.started_ns) / 1e9)
-        return Answer(call, asked, live, record, previous)
+        growth = self.limits.growth(call.request_id) if call.surface in ENDED else None
+        return Answer(call, asked, live, record, previous, growth)
 
     async def remember(self, answer: Answer, response: bytes) -> None:
         """Keep a complete answer that its client may go on from. It is settled already."""
@@ -130,7 +148,22 @@ class Gateway:
             raise
         record.data.tenant_id = caller.tenant_id
         record.data.key_id = caller.key_id
+        caller.require(call.surface)
         return caller
+
+    @staticmethod
+    def _cheaper(
+        call: Call, caller: Caller, route: Route, spent: Downgrades, runtime: Runtime
+    ) -> Route:
+        """The route that a spent budget goes on with. Raises `spent` if there is none that this
+        caller may use, or if it wants no other."""
+        to = spent.to or route.cheaper
+        if to is None or to == route.model or not call.may_degrade():
+            raise spent
+        try:
+            return runtime.route(to, caller)
+        except ModelUnknown:
+            raise spent from None
 
     @staticmethod
     def _intend(record: OpenRecord) -> None:

@@ -1,23 +1,23 @@
 """`/admin/v1/backends`: each backend's servers as this replica sees them, and what is drained.
 
-Parses, asks, renders, for whoever has the admin key. No URL, address of a socket or key is in an
-answer, but for the host and port that name a server."""
+Parses, asks, renders, for whoever may see all tenants: backends are everybody's. No URL, address of
+a socket or key is in an answer, but for the host and port that name a server."""
 
 from typing import Annotated, Any
 
-from litestar import Controller, Router, get, post
-from litestar.connection import ASGIConnection
+from litestar import Controller, Request, Router, get, post
 from litestar.datastructures import ResponseHeader
 from litestar.di import NamedDependency, Provide
-from litestar.handlers import BaseRouteHandler
 from litestar.params import JSONBody, PathParameter, SkipValidation
 from msgspec import Meta, Struct
 
-from gateway.auth import Admin, read_credential
+from gateway.api.guards import guard, principal_of, request_id_of
+from gateway.auth import Admin
 from gateway.drains import Drain, Drains
 from gateway.errors import NotFound
 from gateway.health import State
 from gateway.pipeline import Gateway
+from gateway.tenants import Tenants
 
 ACTOR = "admin"
 
@@ -103,7 +103,8 @@ class BackendController(Controller):
     tags = ("backends",)
 
     @get("/", summary="List backends and their servers")
-    async def list_backends(self, gateway: Running) -> BackendList:
+    async def list_backends(self, request: Request[Any, Any, Any], gateway: Running) -> BackendList:
+        principal_of(request).require_all()
         names = gateway.runtimes.current.upstreams
         return BackendList(data=[state_of(gateway, name) for name in names])
 
@@ -123,19 +124,21 @@ class BackendController(Controller):
         return Resumed(resumed=await drains.resume(backend, data.endpoint, actor=ACTOR) is not None)
 
 
-def create_backends_router(drains: Drains, gateway: Gateway, admin: Admin) -> Router:
+def create_backends_router(tenants: Tenants, gateway: Gateway, admin: Admin) -> Router:
     """The routes under `/admin/v1/backends`, guarded."""
 
-    def admins_only(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
-        admin.check(read_credential(connection.scope["headers"]))
+    def drains(request: Request[Any, Any, Any]) -> Drains:
+        principal = principal_of(request)
+        principal.require_all()
+        return Drains(tenants.seen_by(principal, request_id_of(request)))
 
     return Router(
         path="/admin/v1/backends",
         route_handlers=[BackendController],
-        guards=[admins_only],
-        opt={"caller": "admin"},
+        guards=[guard(admin)],
+        opt={"caller": "admin", "area": "backends"},
         dependencies={
-            "drains": Provide(lambda: drains, sync_to_thread=False),
+            "drains": Provide(drains, sync_to_thread=False),
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
         },
         response_headers=[ResponseHeader(name="cache-control", value="private, no-store")],
