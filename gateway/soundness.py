@@ -32,6 +32,7 @@ def check(body: bytes) -> None:
 
 def _check_utf8(body: bytes) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")()
+    start = 0
     try:
         for start in range(0, len(body), _PIECE):
             decoder.decode(body[start : start + _PIECE], start + _PIECE >= len(body))

@@ -139,7 +139,7 @@ class Idempotency:
         self._bytes = 0
 
     async def aclose(self) -> None:
-        """End what still runs for clients that left: each says so to whoever follows, and settles."""
+        """End what still runs, for whoever follows and for whoever left. It settles."""
         tasks = [recording.task for recording in self._known.values() if recording.task]
         for task in tasks:
             task.cancel()
