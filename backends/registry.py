@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from backends import egress
 from backends.base import Backend
-from backends.settings import BackendKind, BackendSettings, EngineSettings
+from backends.settings import BackendKind, BackendSettings, Dialect, EngineSettings
 from backends.transport import Client
 from telemetry import usage
+from telemetry.record import Surface
 
 if TYPE_CHECKING:
     from backends.openai_compat import EngineServer
@@ -34,6 +35,18 @@ def build(settings: BackendSettings, api_key: str | None) -> Backend:
 def provider_of(settings: BackendSettings) -> str:
     """Whose answers these are, in traces and price lists."""
     return settings.provider or _PROVIDERS[settings.kind]
+
+
+def dialect(settings: BackendSettings) -> Dialect:
+    """What this backend understands. OpenAI itself refuses `max_tokens` for its newer models, and
+    many of the servers that speak its API know nothing else."""
+    own = _SPEAKS.get(settings.kind) if settings.surfaces is None else frozenset(settings.surfaces)
+    is_openai = provider_of(settings) == _PROVIDERS["openai"]
+    return Dialect(
+        speaks=Dialect().speaks if own is None else own,
+        limit_field="max_completion_tokens" if is_openai else "max_tokens",
+        max_tokens=settings.default_max_tokens,
+    )
 
 
 def build_engine(
@@ -77,6 +90,12 @@ def _openai(settings: BackendSettings, api_key: str | None) -> Backend:
     )
 
 
+def _anthropic(settings: BackendSettings, api_key: str | None) -> Backend:
+    from backends.anthropic import Anthropic
+
+    return Anthropic(settings, api_key, _client(settings), provider=provider_of(settings))
+
+
 def _engine(settings: BackendSettings, api_key: str | None) -> "EngineServer":
     from backends.openai_compat import EngineServer
 
@@ -107,11 +126,16 @@ def _client(settings: BackendSettings) -> Client:
 
 _PROVIDERS: Final[dict[BackendKind, str]] = {
     "openai": "openai",
+    "anthropic": "anthropic",
     "engine": ENGINE_PROVIDER,
     "scripted": "scripted",
 }
+_SPEAKS: Final[dict[BackendKind, frozenset[Surface]]] = {
+    "anthropic": frozenset({"messages", "count_tokens"}),
+}
 _FACTORIES: Final[dict[BackendKind, Factory]] = {
     "openai": _openai,
+    "anthropic": _anthropic,
     "engine": _engine,
     "scripted": _scripted,
 }

@@ -90,6 +90,12 @@ def engine_command(
     command += ["--kv-memory-gb", str(settings.kv_memory_gb)]
     command += ["--max-batch-size", str(settings.max_batch_size)]
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
+    command += ["--kernels", settings.kernels, "--step-target-s", str(settings.step_target_s)]
+    command.append("--prefix-cache" if settings.prefix_cache else "--no-prefix-cache")
+    guesses = settings.speculative
+    command += ["--speculative", guesses.method, "--draft-tokens", str(guesses.max_tokens)]
+    if guesses.draft_model is not None:
+        command += ["--draft-model", guesses.draft_model, "--draft-dtype", guesses.draft_dtype]
     if settings.threads is not None:
         command += ["--threads", str(settings.threads)]
     if settings.tool_calls != "auto":

@@ -31,7 +31,7 @@ import migrations
 from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
-from gateway.api import completions, health, models, openapi, problems
+from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
 from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
@@ -47,6 +47,7 @@ from gateway.limits import CounterClient, Limits, MemoryStore, RedisStore, Slice
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
+from gateway.responses import ResponseStore
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.tenants import Tenants, tenant_names
 from gateway.workers import Place
@@ -230,7 +231,12 @@ async def _build(
     await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
 
     gateway = Gateway(
-        runtimes=runtimes, auth=auth, limits=limits, ledger=ledger, refusals=Refusals(clock)
+        runtimes=runtimes,
+        auth=auth,
+        limits=limits,
+        ledger=ledger,
+        refusals=Refusals(clock),
+        responses=ResponseStore(engine, clock, lambda: runtimes.current.config.responses),
     )
     _watch(metrics, gateway, worker, runtimes)
     shared_answers = None
@@ -334,6 +340,12 @@ def create_app(
         route_handlers=[
             completions.chat,
             completions.completions,
+            completions.embeddings,
+            completions.responses,
+            completions.messages,
+            completions.count_tokens,
+            responses.read_response,
+            responses.delete_response,
             models.list_models,
             models.one_model,
             health.livez,
@@ -347,6 +359,7 @@ def create_app(
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
             "admin": Provide(lambda: admin, sync_to_thread=False),
+            "responses": Provide(lambda: gateway.responses, sync_to_thread=False),
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
             "place": Provide(lambda: place, sync_to_thread=False),
         },

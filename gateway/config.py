@@ -114,7 +114,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None
 
 
-Need = Literal["tools", "json_schema", "logprobs", "n"]
+Need = Literal["tools", "json_schema", "json_object", "logprobs", "n", "embeddings", "completions"]
 
 
 class TargetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,6 +168,18 @@ class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1.0
 
 
+class ResponseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long and how much of `/v1/responses` is kept for `previous_response_id`."""
+
+    keep_days: Annotated[
+        float, Meta(gt=0, le=3650, description="Days that a stored response can be used.")
+    ] = 30.0
+    tenant_mb: Annotated[
+        int,
+        Meta(ge=0, description="Megabytes kept for one tenant; the oldest go first. 0: none."),
+    ] = 64
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -179,6 +191,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     health: HealthSettings = HealthSettings()
     limits: LimitSettings = LimitSettings()
     budgets: BudgetSettings = BudgetSettings()
+    responses: ResponseSettings = ResponseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @property
@@ -281,11 +294,13 @@ def _meaning_problems(config: Config) -> list[str]:
         names.add(name)
     for index, backend in enumerate(config.backends):
         where = f"backends[{index}]"
-        if backend.kind in ("openai", "engine"):
+        if backend.kind in ("openai", "anthropic", "engine"):
             if backend.base_url is None:
                 problems.append(f"{where}.base_url: missing, kind `{backend.kind}` needs it")
             elif not backend.base_url.startswith(("http://", "https://", "unix://")):
                 problems.append(f"{where}.base_url: must start with http://, https:// or unix://")
+        if backend.surfaces is not None and not backend.surfaces:
+            problems.append(f"{where}.surfaces: at least one is needed")
         if backend.script is not None and backend.kind != "scripted":
             problems.append(f"{where}.script: only for kind `scripted`")
         if backend.api_key is not None and not is_reference(backend.api_key):

@@ -19,6 +19,7 @@ from litestar.types import Receive, Send
 
 from gateway.api import problems
 from gateway.api.shared_answers import Kept, Running, SharedAnswers
+from gateway.api.voices import voice_of
 from gateway.auth import Caller
 from gateway.call import Call
 from gateway.errors import BadRequest, GatewayError, IdempotencyMismatch
@@ -34,7 +35,9 @@ HEADER = b"idempotency-key"
 REPLAYED = b"idempotent-replayed"
 REPLAY_OF = b"x-meterline-replay-of"
 KEY_BYTES = 255
-OWN_HEADERS = frozenset({b"x-request-id", b"x-meterline-cost-usd", b"openai-processing-ms"})
+OWN_HEADERS = frozenset(
+    {b"x-request-id", b"request-id", b"x-meterline-cost-usd", b"openai-processing-ms"}
+)
 NOT_KEPT = frozenset({408, 409, 425, 429, 499})
 
 Name = tuple[str, str, str]  # tenant, surface, key
@@ -343,6 +346,7 @@ async def _replay(
                 (b"x-request-id", call.request_id.encode()),
                 (REPLAYED, b"true"),
                 (REPLAY_OF, recording.request_id.encode()),
+                *voice_of(call.surface).headers(call.request_id),
             ]
             message = {**message, "headers": [*kept, *own]}
         await send(message)
@@ -366,7 +370,12 @@ async def _refuse(
     gateway: Gateway, call: Call, caller: Caller | None, send: Send, error: GatewayError
 ) -> None:
     _record(gateway, call, caller, error.outcome, error.status, error.code)
-    await problems.send_problem(send, error, call.request_id, close=False)
+    voice = voice_of(call.surface)
+    more = {name.decode(): value.decode() for name, value in voice.headers(call.request_id)}
+    content = voice.problem(error, call.request_id)
+    await problems.send_problem(
+        send, error, call.request_id, close=False, more=more, content=content
+    )
 
 
 def _record(

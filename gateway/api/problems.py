@@ -78,9 +78,11 @@ async def send_problem(
     *,
     close: bool,
     more: Mapping[str, str] | None = None,
+    content: bytes | None = None,
 ) -> None:
-    """Answer with the error. `close`: the request's body was not read to its end."""
-    content = body(error)
+    """Answer with the error. `close`: the request's body was not read to its end. `content`: its
+    body, where that is not OpenAI's."""
+    content = content or body(error)
     head = [*headers(error, request_id), (b"content-length", str(len(content)).encode())]
     head += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
     if close:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
+    Drafter,
     Job,
     JobRequest,
     ModelFacts,
@@ -32,6 +33,7 @@ class FakeRunner:
 
     def __init__(self, choose: Choose, *, kv_blocks: int = 8) -> None:
         self.facts = facts(kv_blocks)
+        self.drafter: Drafter | None = None
         self.steps: list[list[tuple[int, int, int]]] = []
         self.copies: list[tuple[int, int]] = []
         self._choose = choose
