@@ -54,7 +54,15 @@ def run() -> list[Table]:
 def _cost(name: str, targets: list[Peer], connections: tuple[int, ...]) -> Table:
     columns = [f"CPU µs/request c={count}" for count in connections]
     table = Table(
-        name, ["target", *columns, "CPU µs/event c=16", "p50 ms c=1", "p99 ms c=16", "PSS MB"]
+        name,
+        [
+            "target",
+            *columns,
+            "CPU µs/event c=16",
+            f"p50 ms c={connections[0]}",
+            "p99 ms c=16",
+            "PSS MB",
+        ],
     )
     whole: dict[tuple[str, int], list[load.Load]] = {}
     streamed: dict[str, list[load.Load]] = {}
