@@ -137,7 +137,7 @@ async def paced(
 ) -> Paced:
     """So many streams, begun within a second, each one answer of `chunks` chunks with their time
     of leaving. How late a chunk is counts from when all streams run."""
-    payload = request(port, key, stream=True, headers=headers, marks='"metadata":{"pace":"paced"},')
+    payload = request(port, key, stream=True, headers=headers, word="paced")
     late: list[float] = []
     lost = 0
 
