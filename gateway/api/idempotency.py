@@ -153,7 +153,7 @@ class Idempotency:
         self._bytes = 0
 
     async def aclose(self) -> None:
-        """End what still runs, for whoever follows and for whoever left. It settles."""
+        """End what still runs for clients that left: each tells who follows, and settles."""
         tasks = [recording.task for recording in self._known.values() if recording.task]
         for task in tasks:
             task.cancel()
@@ -382,10 +382,13 @@ async def _refuse(
 ) -> None:
     _record(gateway, call, caller, error.outcome, error.status, error.code)
     voice = voice_of(call.surface)
-    more = {name.decode(): value.decode() for name, value in voice.headers(call.request_id)}
-    content = voice.problem(error, call.request_id)
     await problems.send_problem(
-        send, error, call.request_id, close=False, more=more, content=content
+        send,
+        error,
+        call.request_id,
+        close=False,
+        more={n.decode(): v.decode() for n, v in voice.headers(call.request_id)},
+        content=voice.problem(error, call.request_id),
     )
 
 

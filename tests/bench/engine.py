@@ -131,11 +131,14 @@ def _draft_model(b: _Bench) -> None:
             second = bench.open_runner(b.file, Chosen(kernels="native", one_core=True), 24)
             drafter = DraftModel(second.decoder, second.facts, b.words)
             rig = Rig(target, b.words, rounds=2, by_cpu=True)
+            texts = set()
             for how, drafts in (("off", 0), ("on", 15)):
                 target.drafter = drafter if drafts else None
                 run = rig.measure([(prompt, 96)], max_drafts=drafts)
+                texts.add(run.seen[0].text)
                 figure = Figure(f"draft model {how}, {name}", run.decode_rate(96), "out tok/s")
                 b.table.figure(figure, "one core")
+            assert len(texts) == 1, "guesses must not change a text"
 
 
 def _one_core(b: _Bench) -> None:

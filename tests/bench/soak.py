@@ -38,7 +38,7 @@ def run() -> Table:
                             target.key,
                             target.pid,
                             connections=CONNECTIONS,
-                            seconds=1.0 if stream else 9.0,
+                            seconds=0.5 if stream else 4.5,
                             stream=stream,
                         )
                     )

@@ -49,9 +49,12 @@ class Places:
         self.slots = torch.tensor(slots, device=device)
         self.tiles: torch.Tensor | None = None
 
-    def write(self, pool: torch.Tensor, new: torch.Tensor) -> None:
-        """Put the step's keys or values (T, K, D) where they belong."""
-        pool[self.slots // BLOCK_TOKENS, :, self.slots % BLOCK_TOKENS] = new
+    def targets(self, kv_heads: int) -> torch.Tensor:
+        """(T K,) where the step's keys and values belong, among the rows of D numbers of a layer's
+        pool. On the device, from `slots`, so that a graph computes it anew at each replay."""
+        heads = torch.arange(kv_heads, device=self.slots.device)
+        blocks, within = self.slots // BLOCK_TOKENS, self.slots % BLOCK_TOKENS
+        return ((blocks[:, None] * kv_heads + heads) * BLOCK_TOKENS + within[:, None]).flatten()
 
 
 class Attention(Protocol):

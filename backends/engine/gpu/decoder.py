@@ -137,6 +137,7 @@ class DeviceDecoder:
         heads, kv_heads, size = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # (T, 1, D / 2)
+        targets = places.targets(kv_heads)
         x = embedding(tokens, self._parameters.embedding)
         for number, layer in enumerate(self._parameters.layers):
             qkv = linear(self._normalised(x, layer.attention_norm), layer.qkv).view(
@@ -144,8 +145,9 @@ class DeviceDecoder:
             )
             rotated = _rotate(qkv[:, : heads + kv_heads], cos, sin)
             keys, values = self._keys[number], self._values[number]
-            places.write(keys, rotated[:, heads:])
-            places.write(values, qkv[:, heads + kv_heads :])
+            keys.view(-1, size).index_copy_(0, targets, rotated[:, heads:].reshape(-1, size))
+            new = qkv[:, heads + kv_heads :].reshape(-1, size)
+            values.view(-1, size).index_copy_(0, targets, new)
             attended = self.attend(rotated[:, :heads], keys, values, places)
             x = x + linear(attended.reshape(len(x), -1), layer.output)
             gate, up = linear(self._normalised(x, layer.feed_norm), layer.gate_up).chunk(2, -1)
