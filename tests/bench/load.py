@@ -122,6 +122,14 @@ def resident_mb(pid: int) -> float:
     return 0.0
 
 
+def own_mb(pid: int) -> float:
+    """Memory that a process has written, whoever else runs: what a leak adds to."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
 class Paced(Struct, frozen=True, kw_only=True):
     """What paced streams saw: chunks, and by how much each was later than it was sent."""
 

@@ -20,7 +20,7 @@ CONNECTIONS = 16
 
 def run() -> Table:
     """The memory after each tenth of the requests, one in ten of them streamed."""
-    table = Table("gateway-soak", ["requests", "PSS MB", "MB per million since the first tenth"])
+    table = Table("gateway-soak", ["requests", "own MB", "MB per million since the first tenth"])
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mock = free_port()
@@ -43,7 +43,7 @@ def run() -> Table:
                         )
                     )
                     done += found.requests
-            now = load.resident_mb(target.pid)
+            now = load.own_mb(target.pid)
             if not first:
                 first, base = done, now
             slope = (now - base) / (done - first) * 1e6 if done > first else 0.0
