@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from backends.settings import BackendSettings, EngineSettings
 from gateway.allowances import BudgetSettings, LimitSettings, check_budget, check_limit
 from gateway.errors import BadRequest
+from gateway.trust import AuthSettings, issuer_problems, networks
 from telemetry.settings import TelemetrySettings
 
 Json = Any
@@ -70,6 +71,13 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "replicas need the same. Absent: kept in a file in the data folder."
         ),
     ] = None
+    old_key_peppers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Secret references of earlier peppers, newest first: keys made under them "
+            "go on, and are hashed anew when used."
+        ),
+    ] = ()
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest life of a request, seconds, all attempts included.")
     ] = 600.0
@@ -108,8 +116,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     redis: Annotated[
         str | None,
         Meta(
-            description="redis://, rediss:// or unix:// URL of the counters that all replicas "
-            "share, or a secret reference to it. Absent: counted in this process."
+            description="URL of the counters that all replicas share, or a secret reference to "
+            "it: redis://, rediss://, unix://, redis+sentinel://HOST,HOST/SERVICE or "
+            "redis+cluster://HOST,HOST. Absent: counted in this process."
         ),
     ] = None
 
@@ -133,6 +142,21 @@ class TargetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ()
 
 
+class HedgeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ask a second backend beside one that has sent no content for unusually long; the first to
+    send some answers, the other is cancelled and booked. Streams only."""
+
+    share: Annotated[
+        float,
+        Meta(gt=0, le=0.5, description="Of the tokens of its streams, what hedges may take."),
+    ] = 0.05
+    percentile: Annotated[
+        float,
+        Meta(ge=0.5, le=0.999, description="Of the live times to first content: longer is slow."),
+    ] = 0.95
+    least_s: Annotated[float, Meta(ge=0, description="Never before so many seconds.")] = 0.05
+
+
 class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What clients ask for, and where it goes: first by weight, then the others in order."""
 
@@ -146,6 +170,14 @@ class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "target once."
         ),
     ] = None
+    cheaper: Annotated[
+        str | None,
+        Meta(
+            description="Model of the route that answers when a budget of mode downgrade is spent "
+            "and names none itself."
+        ),
+    ] = None
+    hedge: Annotated[HedgeSettings | None, Meta(description="Absent: never.")] = None
 
 
 class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,6 +223,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     health: HealthSettings = HealthSettings()
     limits: LimitSettings = LimitSettings()
     budgets: BudgetSettings = BudgetSettings()
+    auth: AuthSettings = AuthSettings()
     responses: ResponseSettings = ResponseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -206,7 +239,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 _SERVER_SECRETS = ("admin_key", "key_pepper")
-COLD = ("server", "store", "engines", "telemetry")  # tables that only a restart can change
+COLD = ("server", "store", "engines", "auth", "telemetry")  # tables that only a restart can change
 
 
 def embedded() -> Config:
@@ -294,17 +327,18 @@ def _meaning_problems(config: Config) -> list[str]:
         names.add(name)
     for index, backend in enumerate(config.backends):
         where = f"backends[{index}]"
-        if backend.kind in ("openai", "anthropic", "engine"):
-            if backend.base_url is None:
-                problems.append(f"{where}.base_url: missing, kind `{backend.kind}` needs it")
-            elif not backend.base_url.startswith(("http://", "https://", "unix://")):
-                problems.append(f"{where}.base_url: must start with http://, https:// or unix://")
+        problems += _address_problems(where, backend)
         if backend.surfaces is not None and not backend.surfaces:
             problems.append(f"{where}.surfaces: at least one is needed")
         if backend.script is not None and backend.kind != "scripted":
             problems.append(f"{where}.script: only for kind `scripted`")
-        if backend.api_key is not None and not is_reference(backend.api_key):
-            problems.append(f"{where}.api_key: {REFERENCE_RULE}")
+        if backend.api_key is not None and backend.api_keys:
+            problems.append(f"{where}.api_keys: either api_key or api_keys, not both")
+        problems += [
+            f"{where}.{key}: {REFERENCE_RULE}"
+            for key, reference in references_of(backend)
+            if not is_reference(reference)
+        ]
         if backend.price is not None and backend.gpu is not None:
             problems.append(f"{where}: either price (bought) or gpu (owned), not both")
     models: set[str] = set()
@@ -322,19 +356,68 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
+    for index, route in enumerate(config.routes):
+        if route.cheaper is not None and route.cheaper not in models - {route.model}:
+            problems.append(f"routes[{index}].cheaper: no other route `{route.cheaper}`")
     problems += _allowance_problems(config)
+    problems += _auth_problems(config)
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
-        problems.append("store.redis: must start with redis://, rediss:// or unix://")
+        problems.append("store.redis: must start with " + ", ".join(REDIS_SCHEMES))
     for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
             problems.append(f"server.{key}: {REFERENCE_RULE}")
+    problems += [
+        f"server.old_key_peppers[{place}]: {REFERENCE_RULE}"
+        for place, value in enumerate(config.server.old_key_peppers)
+        if not is_reference(value)
+    ]
     if config.server.admin_key is None and not is_loopback(config.server.host):
         problems.append(
             "server.admin_key: needed when listening beyond loopback "
             f"(host is {config.server.host}); set env:NAME or file:PATH"
         )
+    return problems
+
+
+def references_of(backend: BackendSettings) -> list[tuple[str, str]]:
+    """Each reference to a key of a backend, with where it is written."""
+    if backend.api_key is not None:
+        return [("api_key", backend.api_key)]
+    return [(f"api_keys[{index}]", key) for index, key in enumerate(backend.api_keys)]
+
+
+SCHEMES = ("http://", "https://", "unix://")
+
+
+def _address_problems(where: str, backend: BackendSettings) -> list[str]:
+    """A backend on the network has one address, several, or a name that is followed."""
+    problems: list[str] = []
+    if backend.kind == "scripted":
+        return problems
+    if backend.base_url is None and not backend.urls:
+        problems.append(f"{where}.base_url: missing, kind `{backend.kind}` needs it")
+    if backend.base_url is not None and backend.urls:
+        problems.append(f"{where}.urls: either base_url or urls, not both")
+    urls = [(f"urls[{index}]", url) for index, url in enumerate(backend.urls)]
+    if backend.base_url is not None:
+        urls.append(("base_url", backend.base_url))
+    problems += [
+        f"{where}.{key}: must start with http://, https:// or unix://"
+        for key, url in urls
+        if not url.startswith(SCHEMES)
+    ]
+    if len(set(backend.urls)) < len(backend.urls):
+        problems.append(f"{where}.urls: one is written twice")
+    discovery = backend.discovery
+    if discovery is not None:
+        if backend.base_url is None or backend.base_url.startswith("unix://"):
+            problems.append(f"{where}.discovery: needs a base_url with http:// or https://")
+        if discovery.name is None and discovery.kind != "dns":
+            problems.append(f"{where}.discovery.name: missing, kind `{discovery.kind}` needs it")
+        if discovery.kind != "kubernetes" and isinstance(discovery.port, str):
+            problems.append(f"{where}.discovery.port: only a Service has names for its ports")
     return problems
 
 
@@ -357,6 +440,16 @@ def _allowance_problems(config: Config) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _auth_problems(config: Config) -> list[str]:
+    try:
+        networks(config.auth.trusted_proxies, "auth.trusted_proxies")
+    except BadRequest as error:
+        problems = [f"{error.param}: {error.message}"]
+    else:
+        problems = []
+    return problems + issuer_problems(config.auth.issuers)
+
+
 def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     """Route targets can be checked for existence even while other parts are malformed."""
     try:
@@ -376,7 +469,9 @@ def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     ]
 
 
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = tuple(
+    f"{scheme}://" for scheme in ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster")
+)
 REFERENCE_RULE = "write a reference (env:NAME or file:PATH), never the secret itself"
 
 
@@ -412,7 +507,11 @@ def resolve(reference: str, environment: Mapping[str, str]) -> str:
 def check_references(config: Config, environment: Mapping[str, str]) -> None:
     """Resolve every secret once, before anything is done. Raises ConfigInvalid with a line for
     each that cannot be had."""
-    references = [(f"backends[{i}].api_key", b.api_key) for i, b in enumerate(config.backends)]
+    references: list[tuple[str, str | None]] = [
+        (f"backends[{i}].{key}", reference)
+        for i, backend in enumerate(config.backends)
+        for key, reference in references_of(backend)
+    ]
     references += [(f"server.{key}", getattr(config.server, key)) for key in _SERVER_SECRETS]
     references += [(f"store.{key}", getattr(config.store, key)) for key in ("database", "redis")]
     problems: list[str] = []
