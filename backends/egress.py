@@ -14,13 +14,14 @@ import socket
 import ssl
 from asyncio.staggered import staggered_race
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from typing_extensions import override
 
-from backends.transport import Answer, Connection, Origin, Pool, Request
+from backends.http2 import Http2Pool
+from backends.transport import Answer, Origin, Pool, Request
 
 UNIX_SCHEME: Final = "unix://"
 UNIX_HOST: Final = "localhost"  # what the Host header says to a server on a Unix socket
@@ -74,6 +75,7 @@ def split_base_url(base_url: str) -> tuple[str, str | None]:
 # --- connections ------------------------------------------------------------------------------
 
 # family, and the address as `socket.connect` takes it
+Made = TypeVar("Made", bound=asyncio.BaseProtocol)
 Address = tuple[int, Any]
 OpenSocket = Callable[[Address], Awaitable[socket.socket]]
 
@@ -94,20 +96,30 @@ async def open_socket(address: Address) -> socket.socket:
 
 
 class Dialer:
-    """Opens connections to checked addresses only. The name is looked up for each connection."""
+    """Opens connections to checked addresses only. The name is looked up for each connection.
 
-    def __init__(self, *, allow_private: bool, open_socket: OpenSocket = open_socket) -> None:
+    `address`: an IP address and port that discovery found for the origin's name. It is checked as
+    one that was looked up, and the name stays what TLS verifies."""
+
+    def __init__(
+        self,
+        *,
+        allow_private: bool,
+        open_socket: OpenSocket = open_socket,
+        address: tuple[str, int] | None = None,
+    ) -> None:
         self._allow_private = allow_private
         self._open_socket = open_socket
+        self._address = address
 
-    async def __call__(self, origin: Origin, new: Callable[[], Connection]) -> Connection:
+    async def __call__(self, origin: Origin, new: Callable[[], Made], /) -> Made:
         """An open connection. Raises httpx.ConnectError, which names no address."""
         loop = asyncio.get_running_loop()
         try:
             if origin.socket_path is not None:
                 _, made = await loop.create_unix_connection(new, origin.socket_path)
                 return made
-            found = await self.connect(origin.host, origin.port)
+            found = await self.connect(*(self._address or (origin.host, origin.port)))
             try:
                 _, made = await loop.create_connection(
                     new,
@@ -164,8 +176,10 @@ def pool(
     allow_private: bool = False,
     max_connections: int = 256,
     ssl_context: ssl.SSLContext | None = None,
+    address: tuple[str, int] | None = None,
 ) -> Pool:
-    """Connections to the server of a `base_url`, each through the check or to its Unix socket."""
+    """Connections to the server of a `base_url`, each through the check or to its Unix socket.
+    `address`: which of its addresses, if one was chosen."""
     text, socket_path = split_base_url(base_url)
     url = httpx.URL(text)
     is_tls = url.scheme == "https"
@@ -176,15 +190,51 @@ def pool(
             ssl_context=_tls(ssl_context) if is_tls else None,
             socket_path=socket_path,
         ),
-        Dialer(allow_private=allow_private),
+        Dialer(allow_private=allow_private, address=address),
         max_connections=max_connections,
     )
 
 
-def _tls(context: ssl.SSLContext | None) -> ssl.SSLContext:
+def http2_pool(
+    base_url: str,
+    *,
+    allow_private: bool = False,
+    max_connections: int = 256,
+    ssl_context: ssl.SSLContext | None = None,
+    address: tuple[str, int] | None = None,
+) -> Http2Pool:
+    """As `pool`, with many requests on a connection; `max_connections` requests at a time."""
+    text, socket_path = split_base_url(base_url)
+    url = httpx.URL(text)
+    is_tls = url.scheme == "https"
+
+    def over_http1() -> Pool:
+        return pool(
+            base_url,
+            allow_private=allow_private,
+            max_connections=max_connections,
+            ssl_context=ssl_context,
+            address=address,
+        )
+
+    return Http2Pool(
+        Origin(
+            host=url.raw_host.decode("ascii"),
+            port=url.port or (443 if is_tls else 80),
+            ssl_context=_tls(ssl_context, "h2", "http/1.1") if is_tls else None,
+            socket_path=socket_path,
+        ),
+        url.netloc.decode("ascii"),
+        Dialer(allow_private=allow_private, address=address),
+        fallback=over_http1,
+        max_requests=max_connections,
+    )
+
+
+def _tls(context: ssl.SSLContext | None, *protocols: str) -> ssl.SSLContext:
     if context is None:
         context = httpx.create_ssl_context()  # honours SSL_CERT_FILE: companies have own CAs
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols(list(protocols) or ["http/1.1"])
     return context
 
 

@@ -29,6 +29,7 @@ from backends.base import (
     Phase,
 )
 from backends.deadlines import Deadlines, timed_out
+from backends.server_load import Load, load_of
 from backends.settings import BackendSettings
 from backends.sse import EventTooLarge, SSEParser
 from backends.transport import Answer, Client, Header, Request
@@ -109,6 +110,8 @@ class OpenAICompatible:
             surface: self._base_path + path.encode() for surface, path in _PATHS.items()
         }
         self._ready_target = b"/health" if is_engine else self._base_path + b"/models"
+        if settings.probe is not None and settings.probe.path is not None:
+            self._ready_target = settings.probe.path.encode("ascii")
         self._forwards_trace = is_engine or settings.allow_private  # never to third parties
         headers: list[Header] = [
             (b"host", url.netloc),
@@ -205,6 +208,25 @@ class OpenAICompatible:
         with contextlib.closing(answer):
             await self._read_error(answer)  # so that the connection can be used again
             return answer.status == 200
+
+    async def load(self, path: str, /) -> Load | None:
+        """See `server_load.Loaded`."""
+        text = await self._page(path.encode("ascii"))
+        return None if text is None else load_of(text)
+
+    async def _page(self, target: bytes) -> bytes | None:
+        """A page of the server, or None if it does not answer in time, or with another status."""
+        request = Request(
+            method=b"GET", target=target, headers=self._headers_whole, connect_s=READY_S
+        )
+        try:
+            until = asyncio.get_running_loop().time() + READY_S
+            answer = await self._client.send(request, until=until)
+            with contextlib.closing(answer):
+                text = await self._read(answer, until)
+        except (httpx.HTTPError, TimeoutError, BackendProtocol):
+            return None
+        return text if answer.status == 200 else None
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -356,17 +378,8 @@ class EngineServer(OpenAICompatible):
 
     async def step_times(self) -> StepTimes | None:
         """What its step clock shows. None: it does not answer now, or is not warmed up."""
-        request = Request(
-            method=b"GET", target=b"/metrics", headers=self._headers_whole, connect_s=READY_S
-        )
-        try:
-            until = asyncio.get_running_loop().time() + READY_S
-            answer = await self._client.send(request, until=until)
-            with contextlib.closing(answer):
-                text = await self._read(answer, until)
-        except (httpx.HTTPError, TimeoutError, BackendProtocol):
-            return None
-        return step_times(text.decode()) if answer.status == 200 else None
+        text = await self._page(b"/metrics")
+        return None if text is None else step_times(text.decode())
 
 
 # --- httpx's exceptions -----------------------------------------------------------------------

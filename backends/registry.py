@@ -5,12 +5,16 @@ is, over a socket, so nothing here imports torch. Invariant: what is built holds
 its own and gives them back in `aclose`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from backends import egress
+from msgspec import structs
+
+from backends import discovery, egress
 from backends.base import Backend
+from backends.discovery import Address
+from backends.fleet import Fleet, Place, places_of
 from backends.settings import BackendKind, BackendSettings, Dialect, EngineSettings
 from backends.transport import Client
 from telemetry import usage
@@ -23,13 +27,47 @@ if TYPE_CHECKING:
 ENGINE_PROVIDER: Final = "meterline.engine"
 
 
-Factory = Callable[[BackendSettings, str | None], Backend]
+Factory = Callable[[BackendSettings, str | None, Client], Backend]  # of one server, with one key
 
 
-def build(settings: BackendSettings, api_key: str | None) -> Backend:
-    """The backend of one `[[backends]]` table; `api_key` is the secret its reference resolves to.
+def build(settings: BackendSettings, keys: Sequence[str]) -> Backend:
+    """The backend of one `[[backends]]` table; `keys` are the secrets its references resolve to.
     ValueError says what is wrong with the table."""
-    return _FACTORIES[settings.kind](settings, api_key)
+    if settings.kind == "scripted":
+        return _scripted(settings)
+    if not settings.urls and settings.discovery is None and len(keys) <= 1:
+        client = _client(settings, settings.base_url, None)
+        return _FACTORIES[settings.kind](settings, keys[0] if keys else None, client)
+    return _fleet(settings, keys)
+
+
+def _fleet(settings: BackendSettings, keys: Sequence[str]) -> Fleet:
+    """Several servers, or several keys: each server has connections that its keys share."""
+
+    def members(place: Place) -> Sequence[Backend]:
+        described = structs.replace(settings, base_url=place.base_url, urls=())
+        client = _client(settings, place.base_url, place.address)
+        make = _FACTORIES[settings.kind]
+        return [make(described, key, client) for key in keys or (None,)]
+
+    base_url = settings.base_url or ""
+    followed = settings.discovery
+    if followed is not None:
+        places: Sequence[Place] = ()
+    elif settings.urls:
+        places = places_of(settings.urls)
+    else:
+        places = [Place("", base_url)]
+    return Fleet(
+        settings.name,
+        provider_of(settings),
+        members,
+        places=places,
+        source=None if followed is None else discovery.source(followed, base_url),
+        base_url=base_url,
+        allow_private=settings.allow_private,
+        warm_up_s=settings.warm_up_s,
+    )
 
 
 def provider_of(settings: BackendSettings) -> str:
@@ -75,52 +113,54 @@ def _on_socket(settings: EngineSettings, socket_path: Path) -> "EngineServer":
         base_url=f"{egress.UNIX_SCHEME}{socket_path}",
         gpu=settings.gpu,
     )
-    return _engine(described, None)
+    return _engine(described, None, _client(described, described.base_url, None))
 
 
-def _openai(settings: BackendSettings, api_key: str | None) -> Backend:
+def _openai(settings: BackendSettings, api_key: str | None, client: Client) -> Backend:
     from backends.openai_compat import OpenAICompatible
 
     return OpenAICompatible(
         settings,
         api_key,
-        _client(settings),
+        client,
         normalise=usage.from_openai,
         provider=provider_of(settings),
     )
 
 
-def _anthropic(settings: BackendSettings, api_key: str | None) -> Backend:
+def _anthropic(settings: BackendSettings, api_key: str | None, client: Client) -> Backend:
     from backends.anthropic import Anthropic
 
-    return Anthropic(settings, api_key, _client(settings), provider=provider_of(settings))
+    return Anthropic(settings, api_key, client, provider=provider_of(settings))
 
 
-def _engine(settings: BackendSettings, api_key: str | None) -> "EngineServer":
+def _engine(settings: BackendSettings, api_key: str | None, client: Client) -> "EngineServer":
     from backends.openai_compat import EngineServer
 
     return EngineServer(
         settings,
         api_key,
-        _client(settings),
+        client,
         normalise=usage.from_engine,
         provider=provider_of(settings),
     )
 
 
-def _scripted(settings: BackendSettings, _: str | None) -> Backend:
+def _scripted(settings: BackendSettings) -> Backend:
     from backends.scripted import Scripted
 
     return Scripted(settings, normalise=usage.from_openai)
 
 
-def _client(settings: BackendSettings) -> Client:
-    if settings.base_url is None:
+def _client(settings: BackendSettings, base_url: str | None, address: Address | None) -> Client:
+    if base_url is None:
         raise ValueError(f"backend {settings.name} needs a base_url")
-    return egress.pool(
-        settings.base_url,
+    make = egress.http2_pool if settings.http2 else egress.pool
+    return make(
+        base_url,
         allow_private=settings.allow_private,
         max_connections=settings.max_concurrency,
+        address=address,
     )
 
 
@@ -137,5 +177,4 @@ _FACTORIES: Final[dict[BackendKind, Factory]] = {
     "openai": _openai,
     "anthropic": _anthropic,
     "engine": _engine,
-    "scripted": _scripted,
 }

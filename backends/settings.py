@@ -67,6 +67,70 @@ class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
 
+class Discovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the addresses behind `base_url` come from. Its scheme, path and host name stay: the
+    name is what TLS checks and the Host header says. Each address is checked as any other."""
+
+    kind: Annotated[
+        Literal["dns", "srv", "kubernetes"],
+        Meta(
+            description="dns: A and AAAA records. srv: SRV records. kubernetes: the "
+            "EndpointSlices of a Service, watched at the API server."
+        ),
+    ]
+    name: Annotated[
+        str | None,
+        Meta(description="DNS name, or the Service. Absent: the host of base_url (dns only)."),
+    ] = None
+    namespace: Annotated[
+        str | None, Meta(description="Of the Service. Absent: the one we run in.")
+    ] = None
+    port: Annotated[
+        int | str | None,
+        Meta(
+            description="Port number, or the name of a port of the Service. Absent: the port of "
+            "base_url for dns; the first port of the Service."
+        ),
+    ] = None
+    every_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest time between two DNS look-ups; a shorter TTL is kept."),
+    ] = 30.0
+    nameservers: Annotated[
+        tuple[str, ...],
+        Meta(description="ADDRESS or ADDRESS:PORT to ask instead of the system's resolvers."),
+    ] = ()
+    api_url: Annotated[str, Meta(description="The Kubernetes API server.")] = (
+        "https://kubernetes.default.svc"
+    )
+    account_dir: Annotated[
+        str, Meta(description="Folder of the service account: token, ca.crt, namespace.")
+    ] = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+class Probe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ask each server now and then whether it is ready, and leave it out while it is not."""
+
+    every_s: Annotated[float, Meta(gt=0, description="Seconds between two, with jitter.")] = 5.0
+    timeout_s: Annotated[float, Meta(gt=0, description="A longer one has failed.")] = 2.0
+    path: Annotated[
+        Annotated[str, Meta(pattern="^/")] | None,
+        Meta(
+            description="Path on the server that answers 200 when it is ready. Absent: /health of "
+            "our engine, /v1/models of others, which also tries our key.",
+        ),
+    ] = None
+    failures: Annotated[int, Meta(ge=1, description="In a row: it is down.")] = 3
+    successes: Annotated[int, Meta(ge=1, description="In a row: it is up again.")] = 2
+    load_path: Annotated[
+        Annotated[str, Meta(pattern="^/")] | None,
+        Meta(
+            description="Path of the server's own metrics: /metrics of vLLM, SGLang, TGI, "
+            "llama.cpp or our engine, /get_load of SGLang. What waits there counts as load.",
+        ),
+    ] = None
+
+
 class Dialect(Struct, frozen=True, kw_only=True):
     """What a backend understands as it is, and how the rest is said to it."""
 
@@ -92,11 +156,36 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Meta(description="Up to and including /v1. unix:///path.sock for a local socket."),
     ] = None
+    urls: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Several servers of the same models, each with circuits of its own; "
+            "requests go to the one with the fewest in flight. Instead of base_url."
+        ),
+    ] = ()
+    discovery: Annotated[
+        Discovery | None, Meta(description="Find the addresses behind base_url, and follow them.")
+    ] = None
     api_key: Annotated[str | None, Meta(description="env:NAME or file:PATH, never the key.")] = None
+    api_keys: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Several keys, as references: the load is shared, one that is refused or "
+            "at its limit is left out for a while. Instead of api_key."
+        ),
+    ] = ()
     provider: Annotated[
         str | None,
         Meta(description="Whose price list applies, e.g. openai, groq. Default: from the kind."),
     ] = None
+    probe: Annotated[Probe | None, Meta(description="Absent: only requests show health.")] = None
+    warm_up_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds in which a server that is new or back gets a growing share.",
+        ),
+    ] = 0.0
     surfaces: Annotated[
         tuple[Surface, ...] | None,
         Meta(
@@ -115,8 +204,15 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 4096
     timeouts: Timeouts = Timeouts()
     max_concurrency: Annotated[
-        int, Meta(ge=1, le=10_000, description="Connections to this backend at most.")
+        int, Meta(ge=1, le=10_000, description="Connections to each server of it at most.")
     ] = 256
+    http2: Annotated[
+        bool,
+        Meta(
+            description="Many requests on one connection: HTTP/2 if the server agrees in the TLS "
+            "handshake, else HTTP/1.1; over http:// without asking."
+        ),
+    ] = False
     allow_private: Annotated[
         bool,
         Meta(description="Allow base_url to resolve to a private or loopback address."),
@@ -150,6 +246,26 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "auto"
 
 
+class EngineModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[engines.models]]` table: a further model in the same process. Steps take turns, each
+    model has its own KV pool and queue."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$", description="Its public name.")
+    ]
+    model: Annotated[str, Meta(description="As the engine's own `model`.")]
+    dtype: Annotated[
+        Literal["auto", "float32", "float16"], Meta(description="As the engine's own.")
+    ] = "auto"
+    weights: Annotated[
+        Literal["file", "int8", "int4"], Meta(description="As the engine's own.")
+    ] = "file"
+    kv_memory_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Gigabytes of its KV pool; default: an equal part of the engine's."),
+    ] = None
+
+
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[engines]]` table: an engine that `meterline serve` starts and supervises.
 
@@ -159,7 +275,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name used by routes.")
     ]
     model: Annotated[
-        str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
+        str,
+        Meta(
+            description="`smollm2-135m-instruct` (bundled), or the path of a GGUF file or of a "
+            "folder with config.json, safetensors and tokenizer.json."
+        ),
     ] = "smollm2-135m-instruct"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -175,6 +295,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "float32: the exact numbers of the file's weights, slower."
         ),
     ] = "auto"
+    weights: Annotated[
+        Literal["file", "int8", "int4"],
+        Meta(
+            description="How weights lie in memory. file: as dtype says. int8, int4: rounded in "
+            "groups of 32, the head to 8 bits at most; a quarter or less of the memory of fp32 for "
+            "some quality. Only with native kernels."
+        ),
+    ] = "file"
     kernels: Annotated[
         Literal["auto", "native", "torch"],
         Meta(
@@ -188,6 +316,16 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_memory_gb: Annotated[
         float, Meta(gt=0, description="Memory of the KV block pool, gigabytes.")
     ] = 0.5
+    models: Annotated[
+        list[EngineModel], Meta(description="Further models in the same process.")
+    ] = field(default_factory=list)
+    when_asleep: Annotated[
+        Literal["refuse", "wake"],
+        Meta(
+            description="A request for a model that was put to sleep: 503 with Retry-After, or "
+            "wake it and wait."
+        ),
+    ] = "refuse"
     max_batch_size: Annotated[int, Meta(ge=1, le=512, description="Sequences in a step.")] = 16
     max_batch_tokens: Annotated[
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")

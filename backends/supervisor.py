@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 import httpx
+import msgspec
 from msgspec import Struct, structs
 
 from backends import egress
@@ -87,9 +88,13 @@ def engine_command(
     command = [sys.executable, "-m", "backends.engine"]
     command += ["--name", settings.name, "--model", settings.model]
     command += ["--device", settings.device, "--dtype", settings.dtype]
+    command += ["--weights", settings.weights]
     command += ["--kv-memory-gb", str(settings.kv_memory_gb)]
     command += ["--max-batch-size", str(settings.max_batch_size)]
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
+    command += ["--when-asleep", settings.when_asleep]
+    for model in settings.models:
+        command += ["--also", msgspec.json.encode(model).decode()]
     command += ["--kernels", settings.kernels, "--step-target-s", str(settings.step_target_s)]
     command.append("--prefix-cache" if settings.prefix_cache else "--no-prefix-cache")
     guesses = settings.speculative

@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "key": "key",
     "admin": "admin",
     "audit": "audit",
+    "backend": "backend",
     "limit": "limit",
     "budget": "budget",
     "price": "price",

@@ -82,14 +82,14 @@ class Answer:
 
     async def events(self) -> AsyncIterator[Chunk | Whole | Final]:
         """The events of the attempt, the last one a Final; BackendError if it breaks off."""
-        saw = self.record.saw_chunk
+        saw, attempt = self.record.saw_chunk, self._live.attempt
         growth, ending = self._growth, Ending(self.call.surface, self.asked.choices)
         for event in self._live.held:
             if isinstance(event, Final):
                 self._finish(event)
                 yield event
                 return
-            saw(event.content_bytes)
+            saw(event.content_bytes, attempt)
             if growth is not None and isinstance(event, Chunk):
                 ending.saw(event.data)
             yield event
@@ -98,7 +98,7 @@ class Answer:
                 self._finish(event)
                 yield event
                 return
-            saw(event.content_bytes)
+            saw(event.content_bytes, attempt)
             yield event
             if growth is not None and isinstance(event, Chunk):
                 ending.saw(event.data)
@@ -161,6 +161,7 @@ class Answer:
         trace: TracebackType | None,
     ) -> None:
         self._settle(error)
+        self._live.release()
         close = getattr(self._live.events, "aclose", None)
         if close is not None:
             with contextlib.suppress(BackendError):

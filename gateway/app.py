@@ -35,15 +35,19 @@ from gateway import secrets
 from gateway.admins import Admins
 from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
+from gateway.api.backends import create_backends_router
 from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
 from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
+from gateway.circuit_sharing import CircuitSharing
 from gateway.config import Config, ConfigInvalid, check_references, resolve
+from gateway.drains import Drains
 from gateway.errors import GatewayError, StoreUnavailable
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
+from gateway.hedging import Hedges
 from gateway.keys import KeyRing, PepperInvalid
 from gateway.limits import (
     ClusterStore,
@@ -56,6 +60,7 @@ from gateway.limits import (
 )
 from gateway.pipeline import Gateway
 from gateway.price_snapshot import PriceSnapshot
+from gateway.probes import Probes
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
@@ -254,8 +259,13 @@ async def _build(
         salt_key=ring.digest("cache-salt"),
         clock=clock,
         health=health,
+        hedges=Hedges(clock, lambda result: metrics.add(metric.HEDGES, result=result)),
     )
     stack.push_async_callback(runtimes.aclose)
+    if config.store.redis is not None:
+        redis_url = resolve(config.store.redis, environment)
+        node = f"{platform.node()}/{wal.node}/{new_span_id()}"
+        await stack.enter_async_context(_running(CircuitSharing(redis_url, health, node=node).run))
     limits = await _open_limits(
         config, environment, stack, node=wal.node, engine=engine, prices=prices,
         runtimes=runtimes, clock=clock, place=place,
@@ -269,6 +279,7 @@ async def _build(
         watcher = ConfigWatcher(config_path, runtimes, adapt=adapt, after=prices.publish)
         await stack.enter_async_context(_running(watcher.run))
 
+    await stack.enter_async_context(_running(Probes(runtimes, Drains(tenants)).run))
     await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
 
     gateway = Gateway(
@@ -415,6 +426,7 @@ def create_app(
             health.targets,
             create_admin_router(tenants, admin, ring),
             create_reports_router(desk, admin, tenants),
+            create_backends_router(tenants, gateway, admin),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),

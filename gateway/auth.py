@@ -206,6 +206,7 @@ class Auth:
         ] = OrderedDict()
         self._snapshot = snapshot
         self._saved: tuple[int | None, int] | None = None  # version and keys of the last snapshot
+        self._save_after_ns = 0
         self._foreign = Pace(clock, self._settings.foreign_ids_per_s)
 
     async def __aenter__(self) -> Self:
@@ -372,9 +373,10 @@ class Auth:
 
     async def _save(self) -> None:
         """Keep what is known over a restart, when it changed or every so often."""
-        if self._snapshot is None or self.is_offline:
+        began_ns = self._clock.monotonic_ns()
+        if self._snapshot is None or self.is_offline or began_ns < self._save_after_ns:
             return
-        minute = self._clock.monotonic_ns() // _SAVE_EVERY_NS
+        minute = began_ns // _SAVE_EVERY_NS
         state = (self._version, len(self._keys) + (minute << 32))
         if state == self._saved:
             return
@@ -389,6 +391,9 @@ class Auth:
             await asyncio.to_thread(self._snapshot.write, content)
         except OSError as error:
             log.warning("key_snapshot_failed", extra={"reason": type(error).__name__})
+        # Whatever it takes, it takes a fiftieth of the time at most.
+        took_ns = self._clock.monotonic_ns() - began_ns
+        self._save_after_ns = began_ns + 50 * took_ns
 
     def _restore(self) -> None:
         """Begin with the keys of before the restart, as old as they are."""

@@ -82,8 +82,8 @@ class Asked(Struct, frozen=True, kw_only=True):
             return self
         return structs.replace(
             self,
-            text_bytes=self.text_bytes + previous.size,
-            input_estimate=self.input_estimate + previous.size // BYTES_PER_TOKEN,
+            text_bytes=self.text_bytes + len(previous.items),
+            input_estimate=self.input_estimate + len(previous.items) // BYTES_PER_TOKEN,
         )
 
 

@@ -142,6 +142,21 @@ class TargetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ()
 
 
+class HedgeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ask a second backend beside one that has sent no content for unusually long; the first to
+    send some answers, the other is cancelled and booked. Streams only."""
+
+    share: Annotated[
+        float,
+        Meta(gt=0, le=0.5, description="Of the tokens of its streams, what hedges may take."),
+    ] = 0.05
+    percentile: Annotated[
+        float,
+        Meta(ge=0.5, le=0.999, description="Of the live times to first content: longer is slow."),
+    ] = 0.95
+    least_s: Annotated[float, Meta(ge=0, description="Never before so many seconds.")] = 0.05
+
+
 class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What clients ask for, and where it goes: first by weight, then the others in order."""
 
@@ -162,6 +177,7 @@ class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "and names none itself."
         ),
     ] = None
+    hedge: Annotated[HedgeSettings | None, Meta(description="Absent: never.")] = None
 
 
 class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -311,17 +327,18 @@ def _meaning_problems(config: Config) -> list[str]:
         names.add(name)
     for index, backend in enumerate(config.backends):
         where = f"backends[{index}]"
-        if backend.kind in ("openai", "anthropic", "engine"):
-            if backend.base_url is None:
-                problems.append(f"{where}.base_url: missing, kind `{backend.kind}` needs it")
-            elif not backend.base_url.startswith(("http://", "https://", "unix://")):
-                problems.append(f"{where}.base_url: must start with http://, https:// or unix://")
+        problems += _address_problems(where, backend)
         if backend.surfaces is not None and not backend.surfaces:
             problems.append(f"{where}.surfaces: at least one is needed")
         if backend.script is not None and backend.kind != "scripted":
             problems.append(f"{where}.script: only for kind `scripted`")
-        if backend.api_key is not None and not is_reference(backend.api_key):
-            problems.append(f"{where}.api_key: {REFERENCE_RULE}")
+        if backend.api_key is not None and backend.api_keys:
+            problems.append(f"{where}.api_keys: either api_key or api_keys, not both")
+        problems += [
+            f"{where}.{key}: {REFERENCE_RULE}"
+            for key, reference in references_of(backend)
+            if not is_reference(reference)
+        ]
         if backend.price is not None and backend.gpu is not None:
             problems.append(f"{where}: either price (bought) or gpu (owned), not both")
     models: set[str] = set()
@@ -361,6 +378,46 @@ def _meaning_problems(config: Config) -> list[str]:
             "server.admin_key: needed when listening beyond loopback "
             f"(host is {config.server.host}); set env:NAME or file:PATH"
         )
+    return problems
+
+
+def references_of(backend: BackendSettings) -> list[tuple[str, str]]:
+    """Each reference to a key of a backend, with where it is written."""
+    if backend.api_key is not None:
+        return [("api_key", backend.api_key)]
+    return [(f"api_keys[{index}]", key) for index, key in enumerate(backend.api_keys)]
+
+
+SCHEMES = ("http://", "https://", "unix://")
+
+
+def _address_problems(where: str, backend: BackendSettings) -> list[str]:
+    """A backend on the network has one address, several, or a name that is followed."""
+    problems: list[str] = []
+    if backend.kind == "scripted":
+        return problems
+    if backend.base_url is None and not backend.urls:
+        problems.append(f"{where}.base_url: missing, kind `{backend.kind}` needs it")
+    if backend.base_url is not None and backend.urls:
+        problems.append(f"{where}.urls: either base_url or urls, not both")
+    urls = [(f"urls[{index}]", url) for index, url in enumerate(backend.urls)]
+    if backend.base_url is not None:
+        urls.append(("base_url", backend.base_url))
+    problems += [
+        f"{where}.{key}: must start with http://, https:// or unix://"
+        for key, url in urls
+        if not url.startswith(SCHEMES)
+    ]
+    if len(set(backend.urls)) < len(backend.urls):
+        problems.append(f"{where}.urls: one is written twice")
+    discovery = backend.discovery
+    if discovery is not None:
+        if backend.base_url is None or backend.base_url.startswith("unix://"):
+            problems.append(f"{where}.discovery: needs a base_url with http:// or https://")
+        if discovery.name is None and discovery.kind != "dns":
+            problems.append(f"{where}.discovery.name: missing, kind `{discovery.kind}` needs it")
+        if discovery.kind != "kubernetes" and isinstance(discovery.port, str):
+            problems.append(f"{where}.discovery.port: only a Service has names for its ports")
     return problems
 
 
@@ -450,7 +507,11 @@ def resolve(reference: str, environment: Mapping[str, str]) -> str:
 def check_references(config: Config, environment: Mapping[str, str]) -> None:
     """Resolve every secret once, before anything is done. Raises ConfigInvalid with a line for
     each that cannot be had."""
-    references = [(f"backends[{i}].api_key", b.api_key) for i, b in enumerate(config.backends)]
+    references: list[tuple[str, str | None]] = [
+        (f"backends[{i}].{key}", reference)
+        for i, backend in enumerate(config.backends)
+        for key, reference in references_of(backend)
+    ]
     references += [(f"server.{key}", getattr(config.server, key)) for key in _SERVER_SECRETS]
     references += [(f"store.{key}", getattr(config.store, key)) for key in ("database", "redis")]
     problems: list[str] = []

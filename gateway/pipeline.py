@@ -2,13 +2,14 @@
 only this file knows their order."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from backends.base import ChatRequest, Previous, Timeouts
 from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
+from gateway.client_timeouts import client_timeout_s
 from gateway.dispatch import first_success
 from gateway.errors import (
     BadRequest,
@@ -18,10 +19,11 @@ from gateway.errors import (
     ModelUnknown,
     Unauthenticated,
 )
+from gateway.health import Health
 from gateway.limits import Limits
 from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
-from gateway.routing import Route, Target, capable, plan
+from gateway.routing import Route, Target, always, capable, plan
 from gateway.runtime import Runtime, RuntimeHolder
 from gateway.stopping import ask_to_stop
 from telemetry import trace_context
@@ -76,20 +78,26 @@ class Gateway:
             with record.stage("route"):
                 asked = call.parse()
                 self._asked(record, asked)
+                _heed_client_timeout(call, asked, record)
                 route = runtime.route(asked.model, caller)
                 previous = await self._previous(caller, asked)
                 asked = asked.going_on_from(previous)
-                targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
+                record.data.input_estimate = asked.input_estimate
+                usable = _usable(runtime, health)
+                targets = plan(_capable(route, asked), self._dice.random(), usable)
             with record.stage("admit"):
                 try:
                     await self.limits.admit(call, caller, asked, targets)
                 except Downgrades as spent:
                     route = self._cheaper(call, caller, route, spent, runtime)
-                    targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
+                    targets = plan(_capable(route, asked), self._dice.random(), usable)
                     record.data.degraded = call.answer_headers[DEGRADED] = CHEAPER
                     await self.limits.admit(call, caller, asked, targets, is_downgraded=True)
                 self._intend(record)  # in the log before anything is spent
             call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
+            hedge = None
+            if route.hedge is not None and asked.stream:
+                hedge = self.runtimes.hedges.of(route.model, route.hedge)
             live = await first_success(
                 targets,
                 runtime.upstreams,
@@ -100,7 +108,11 @@ class Gateway:
                 health,
                 attempts=route.attempts,
                 dice=self._dice.random,
+                hedge=hedge,
             )
+            if hedge is not None:
+                first = record.data.attempts[0]  # where a rival won, it would have taken longer
+                hedge.observe((record.now_ns() - first.started_ns) / 1e9)
         growth = self.limits.growth(call.request_id) if call.surface in ENDED else None
         return Answer(call, asked, live, record, previous, growth)
 
@@ -177,6 +189,21 @@ _PARAMS = {
     "embeddings": "model",
     "completions": "model",
 }
+
+
+def _heed_client_timeout(call: Call, asked: Asked, record: OpenRecord) -> None:
+    """Nothing is computed for a client that has given up: its own time-out ends all attempts."""
+    timeout_s = client_timeout_s(call.headers, stream=asked.stream)
+    if timeout_s is not None:
+        data = record.data
+        data.deadline_ns = min(data.deadline_ns, data.opened_ns + round(timeout_s * 1e9))
+
+
+def _usable(runtime: Runtime, health: Health) -> Callable[[Target], bool]:
+    """Whether a target may be asked now: one of its servers, with one of our keys."""
+    if health.is_calm:
+        return always
+    return lambda target: runtime.upstreams[target.backend].is_usable(target, health)
 
 
 def _capable(route: Route, asked: Asked) -> Sequence[Target]:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from backends.supervisor import Supervised
+from gateway.health import Health
 from gateway.pipeline import Gateway
+from gateway.upstreams import Upstream
 from telemetry.ledger.worker import LedgerWorker
 
 
@@ -33,12 +35,16 @@ class Readiness:
     def state(self) -> ReadinessState:
         """Ready: not draining, the log takes intents, and every route has a backend that is not
         known to be down. The database may be away: requests of known keys are still served."""
-        runtime = self._gateway.runtimes.current
+        runtimes = self._gateway.runtimes
+        runtime = runtimes.current
         down = {
             name: _phase(engine)
             for name, engine in self._engines.items()
             if not engine.process.is_ready
         }
+        for name, upstream in runtime.upstreams.items():
+            if name not in down and (why := _out(runtimes.health, name, upstream)) is not None:
+                down[name] = why
         routes_up = all(
             any(target.backend not in down for target in route.targets)
             for route in runtime.routes.values()
@@ -52,6 +58,16 @@ class Readiness:
             limits=self._gateway.limits.mode,
             backends={name: down.get(name, "ready") for name in runtime.upstreams},
         )
+
+
+def _out(health: Health, name: str, upstream: Upstream) -> str | None:
+    """Why all of a backend's servers are held back; None: at least one is not."""
+    if not upstream.members:
+        return "no server found"
+    reasons = [health.held(name, member.server.name) for member in upstream.members]
+    if not all(reasons):
+        return None
+    return "drained" if all("drained" in held for held in reasons) else "down"
 
 
 def _phase(engine: Supervised) -> str:

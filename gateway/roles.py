@@ -12,7 +12,7 @@ from gateway.errors import Forbidden
 from telemetry.ids import TenantId
 
 Role = Literal["owner", "admin", "billing", "member", "viewer"]
-Area = Literal["tenants", "keys", "limits", "budgets", "reports", "audit", "admins"]
+Area = Literal["tenants", "keys", "limits", "budgets", "reports", "backends", "audit", "admins"]
 Act = Literal["read", "write"]
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)

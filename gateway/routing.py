@@ -4,14 +4,19 @@ from collections.abc import Callable, Sequence, Set
 
 from msgspec import Struct
 
+from gateway.config import HedgeSettings
+
 
 class Target(Struct, frozen=True):
-    """One place, as the route knows it."""
+    """One place, as the route knows it. `endpoint` and `key` say which server of the backend and
+    which of our keys there, where it has several: the route leaves that open, dispatch chooses."""
 
     backend: str
     model: str
     weight: int
     lacks: frozenset[str] = frozenset()  # what it cannot do
+    endpoint: str = ""
+    key: str = ""
 
 
 class Route(Struct, frozen=True):
@@ -21,9 +26,10 @@ class Route(Struct, frozen=True):
     targets: tuple[Target, ...]
     attempts: int | None = None  # None: each target once
     cheaper: str | None = None  # the route that a spent budget goes on with
+    hedge: HedgeSettings | None = None  # None: never
 
 
-def _always(_: Target) -> bool:
+def always(_: Target) -> bool:
     return True
 
 
@@ -35,7 +41,7 @@ def capable(targets: Sequence[Target], needs: Set[str]) -> Sequence[Target]:
 
 
 def plan(
-    targets: Sequence[Target], dice: float, is_usable: Callable[[Target], bool] = _always
+    targets: Sequence[Target], dice: float, is_usable: Callable[[Target], bool] = always
 ) -> Sequence[Target]:
     """The targets in the order of trying: the first by weight, the others as written, and those
     that are not usable now behind all others, for whoever asks why nothing was tried.
@@ -52,3 +58,20 @@ def plan(
         if point < 0:
             return (target, *(other for other in usable if other is not target), *rest)
     return (*usable, *rest)
+
+
+class Candidate(Struct, frozen=True, gc=False):
+    """A server that may be asked now: how much it has to do, and what share of its due it gets
+    while it warms up (0, 1]."""
+
+    load: float
+    warmth: float = 1.0
+
+
+def least_loaded(candidates: Sequence[Candidate], dice: float) -> int:
+    """The index of the one with the least to do for its warmth; among equals, by the dice, so that
+    replicas that know nothing of each other do not all choose the same."""
+    scores = [(one.load + 1.0) / one.warmth for one in candidates]
+    least = min(scores)
+    best = [index for index, score in enumerate(scores) if score <= least]
+    return best[min(int(dice * len(best)), len(best) - 1)]

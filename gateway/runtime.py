@@ -8,26 +8,29 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from backends.base import Backend, Timeouts
+from backends.fleet import Fleet
 from backends.registry import dialect
 from backends.settings import BackendSettings, Dialect
 from gateway.auth import Caller
-from gateway.config import COLD, Config, ConfigInvalid, load, resolve
-from gateway.dispatch import Upstream
+from gateway.config import COLD, Config, ConfigInvalid, load, references_of, resolve
 from gateway.errors import ModelUnknown
 from gateway.health import Health
+from gateway.hedging import Hedges
 from gateway.routing import Route, Target
+from gateway.upstreams import Upstream
 from telemetry.clock import Clock
 
 log = logging.getLogger(__name__)
 
-BuildBackend = Callable[[BackendSettings, str | None], Backend]
+_Built = tuple[BackendSettings, tuple[str, ...], Backend]
+BuildBackend = Callable[[BackendSettings, Sequence[str]], Backend]
 
 
 class Runtime:
@@ -97,6 +100,7 @@ def routes_of(config: Config) -> dict[str, Route]:
             ),
             route.attempts,
             route.cheaper,
+            route.hedge,
         )
         for route in config.routes
     }
@@ -123,14 +127,17 @@ class RuntimeHolder:
         salt_key: bytes,
         clock: Clock,
         health: Health | None = None,
+        hedges: Hedges | None = None,
     ) -> None:
         self.health = health or Health(clock, config.health)
+        self.hedges = hedges or Hedges(clock)
         self._clock = clock
         self._engines = engines
         self._build = build
         self._environment = environment
         self._salt_key = salt_key
-        self._built: dict[str, tuple[BackendSettings, str | None, Backend]] = {}
+        self._built: dict[str, _Built] = {}
+        self._upstreams: dict[str, Upstream] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self.reloads = 0
         self.reload_failures = 0
@@ -139,19 +146,18 @@ class RuntimeHolder:
     def _runtime(self, config: Config) -> Runtime:
         """Build every backend anew or take over the one whose settings did not change."""
         problems: list[str] = []
-        built: dict[str, tuple[BackendSettings, str | None, Backend]] = {}
+        built: dict[str, _Built] = {}
         for index, settings in enumerate(config.backends):
-            try:
-                key = resolve(settings.api_key, self._environment) if settings.api_key else None
-            except ConfigInvalid as error:
-                problems += [f"backends[{index}].api_key: {line}" for line in error.problems]
+            keys, wrong = self._keys(settings)
+            if wrong:
+                problems += [f"backends[{index}].{line}" for line in wrong]
                 continue
             old = self._built.get(settings.name)
-            if old is not None and old[:2] == (settings, key):
+            if old is not None and old[:2] == (settings, keys):
                 built[settings.name] = old
                 continue
             try:
-                built[settings.name] = (settings, key, self._build(settings, key))
+                built[settings.name] = (settings, keys, self._build(settings, keys))
             except ValueError as error:
                 problems.append(f"backends[{index}]: {error}")
         if problems:
@@ -162,20 +168,52 @@ class RuntimeHolder:
             if name not in built or built[name][2] is not backend
         ]
         upstreams = {
-            name: Upstream(backend, settings.timeouts, dialect(settings))
+            name: self._upstream(name, backend, settings.timeouts, dialect(settings))
             for name, (settings, _, backend) in built.items()
         }
-        upstreams |= {name: Upstream(engine, Timeouts()) for name, engine in self._engines.items()}
+        upstreams |= {
+            name: self._upstream(name, engine, Timeouts(), Dialect())
+            for name, engine in self._engines.items()
+        }
         for name in self._built:
             if name not in built or built[name] is not self._built[name]:
                 self.health.forget(name)
         self.health.settings = config.health
         self._built = built
+        for name in [name for name in self._upstreams if name not in upstreams]:
+            del self._upstreams[name]
         for backend in dropped:
             self._retire(backend, config.server.request_timeout_s)
         return Runtime(
             config, upstreams, routes_of(config), self._salt_key, self._clock.now_ns() // 10**9
         )
+
+    def _keys(self, settings: BackendSettings) -> tuple[tuple[str, ...], list[str]]:
+        """The secrets of a backend, and what is wrong with their references."""
+        keys: list[str] = []
+        problems: list[str] = []
+        for where, reference in references_of(settings):
+            try:
+                keys.append(resolve(reference, self._environment))
+            except ConfigInvalid as error:
+                problems += [f"{where}: {line}" for line in error.problems]
+        return tuple(keys), problems
+
+    def _upstream(
+        self, name: str, backend: Backend, timeouts: Timeouts, speaks: Dialect
+    ) -> Upstream:
+        """The one in force if nothing about it changed, since it knows what is in flight."""
+        old = self._upstreams.get(name)
+        if (
+            old is not None
+            and old.backend is backend
+            and (old.timeouts == timeouts and old.dialect == speaks)
+        ):
+            return old
+        made = self._upstreams[name] = Upstream(backend, timeouts, speaks)
+        if isinstance(backend, Fleet):
+            backend.start()
+        return made
 
     def _retire(self, backend: Backend, grace_s: float) -> None:
         """Close a backend once no request that began with it can still be running."""

@@ -10,7 +10,7 @@ the edge can always fall back to cutting.
 from collections.abc import Mapping
 
 from backends.base import Cancellable
-from gateway.dispatch import Upstream
+from gateway.upstreams import Upstream
 from telemetry.ledger import OpenRecord
 
 REPORT_S = 1.0  # from the client's leaving to the end of what a backend may still say
@@ -19,10 +19,10 @@ REPORT_S = 1.0  # from the client's leaving to the end of what a backend may sti
 async def ask_to_stop(record: OpenRecord, upstreams: Mapping[str, Upstream]) -> bool:
     """Tell the backend of the running attempt that nobody reads on. True: its answer will end by
     itself, soon."""
-    attempts = record.data.attempts
-    if not attempts or attempts[-1].ended_ns is not None:
+    running = [attempt for attempt in record.data.attempts if attempt.ended_ns is None]
+    if len(running) != 1:  # two: a hedge, before either has an answer to report on
         return False
-    backend = upstreams[attempts[-1].backend].backend
+    backend = upstreams[running[0].backend].backend
     if not isinstance(backend, Cancellable):
         return False
     return await backend.cancel(record.data.request_id)

@@ -191,6 +191,16 @@ class BudgetRow(TenantBase):
     __table_args__ = (Index("ix_budget_tenant", "tenant_id"),)
 
 
+class DrainRow(TenantBase):
+    """A backend, or one of its servers (`endpoint`; "": all of it), that gets nothing new."""
+
+    __tablename__ = "drain"
+
+    backend: Mapped[str] = mapped_column(String(63), primary_key=True)
+    endpoint: Mapped[str] = mapped_column(String(255), primary_key=True)
+    since: Mapped[datetime] = mapped_column(UtcTime)
+
+
 class AuditRow(TenantBase):
     """One administrative act. The database itself refuses to change or remove it."""
 

@@ -288,6 +288,13 @@ CIRCUIT_OPENED = _counter(
     "Times that a circuit opened.",
     *(BACKEND, FAULT),
 )
+HEDGES = _counter(
+    "meterline_hedges_total",
+    "requests",
+    "Second attempts beside a slow first one: won (it answered), lost (the first one did after "
+    "all), failed (both did), no_budget (not sent: hedges had their share of tokens).",
+    Label("result", values=("won", "lost", "failed", "no_budget")),
+)
 STREAM_DISCONNECTS = _counter(
     "meterline_stream_disconnects_total",
     "streams",
@@ -491,7 +498,7 @@ PRICE_BOOK_INFO = _info(
 GATEWAY: tuple[Metric, ...] = (
     *(REQUESTS, REQUEST_DURATION, OVERHEAD, QUEUE_WAIT),
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, IN_FLIGHT, OPEN_STREAMS, ATTEMPTS),
-    *(CIRCUIT_STATE, CIRCUIT_OPENED),
+    *(CIRCUIT_STATE, CIRCUIT_OPENED, HEDGES),
     *(LIMIT_REFUSALS, LIMITS_DEGRADED, LIMIT_HOLDS, SLICE_ADMITTED, BUDGET_OVERRUNS),
     *(STORE_WAIT, BUDGET_DOWNGRADES, STREAMS_CUT),
     *(STREAM_DISCONNECTS, UNAUTHENTICATED, TOKENS, COST, UNPRICED_USAGE),

@@ -91,6 +91,7 @@ class Attempt(Struct, kw_only=True):
     model: str  # routed_model: what we asked the backend for
     span_id: str
     started_ns: int
+    endpoint: str | None = None  # which server of the backend, where it has several
     first_token_ns: int | None = None
     ended_ns: int | None = None
     outcome: Outcome | None = None

@@ -212,6 +212,7 @@ def _attempt_span(record: RequestRecord, attempt: Attempt, ended_ns: int) -> Spa
                 genai.ATTEMPT_NO: attempt.attempt_no,
                 genai.ATTEMPT_REASON: attempt.reason,
                 genai.BACKEND: attempt.backend,
+                genai.ENDPOINT: attempt.endpoint,
                 genai.PROVIDER_REQUEST_ID: attempt.provider_request_id,
                 **_usage(attempt),
                 **_timings(attempt),

@@ -4,6 +4,7 @@ Read `engine.py` for the step loop, `scheduler.py` for who computes next, `accou
 step costs whom. `server`, `wire` and `render` are the API; `chat`, `tools` and `toolcalls` what is
 said to the model and how its calls are read; `guided` what it may say; `kv` what is kept between
 requests, `spec` and `draft` guesses at what follows, `native/step.cpp` the arithmetic, `gpu/` the
-same on a GPU, `bench` and `roofline` how fast it is and could be. Only `attention`, `bench`,
-`draft`, `gpu/`, `model`, `roofline`, `runner` and `sampler` know torch.
+same on a GPU, `bench` and `roofline` how fast it is and could be; `weights` where models come from,
+`fleet` several of them in one server. Only `attention`, `bench`, `draft`, `gpu/`, `model`,
+`roofline`, `runner` and `sampler` know torch.
 """

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
 from backends.engine.serve import Listen, Telemetry, serve
-from backends.settings import EngineSettings
+from backends.settings import EngineModel, EngineSettings
 from telemetry.logs import LogFormat
 
 
@@ -23,7 +24,9 @@ from telemetry.logs import LogFormat
 )
 @click.option("--name", default="engine", help="Name of this engine, as routes know it.")
 @click.option(
-    "--model", default="smollm2-135m-instruct", help="The bundled model, or a GGUF file's path."
+    "--model",
+    default="smollm2-135m-instruct",
+    help="The bundled model, a GGUF file, or a folder with safetensors.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8090, type=click.IntRange(0, 65535), help="Port; 0: any free one.")
@@ -32,6 +35,10 @@ from telemetry.logs import LogFormat
 @click.option(
     "--dtype", default="auto", type=click.Choice(["auto", "float32", "float16", "bfloat16"])
 )
+@click.option(
+    "--weights", default="file", type=click.Choice(["file", "int8", "int4"]),
+    help="Keep weights as the file has them, or round them to fewer bits.",
+)  # fmt: skip
 @click.option("--kernels", default="auto", type=click.Choice(["auto", "native", "torch"]))
 @click.option("--prefix-cache/--no-prefix-cache", default=True, help="Reuse computed prompts.")
 @click.option(
@@ -67,6 +74,14 @@ from telemetry.logs import LogFormat
     "--tool-calls", default="auto", help="How the model writes tool calls; auto: by its template.",
     type=click.Choice(["auto", "hermes", "llama3_json", "mistral", "pythonic"]),
 )  # fmt: skip
+@click.option(
+    "--also", multiple=True, metavar="JSON",
+    help='A further model: {"name": …, "model": …}, as a table [[engines.models]]. Repeatable.',
+)  # fmt: skip
+@click.option(
+    "--when-asleep", default="refuse", type=click.Choice(["refuse", "wake"]),
+    help="What a request for a sleeping model gets: 503, or the model.",
+)  # fmt: skip
 @click.option("--drain-s", default=30.0, help="Seconds that running requests get at SIGTERM.")
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
@@ -95,10 +110,10 @@ def main(
     vllm_metrics: bool,
     **settings: object,
 ) -> None:
-    """Serve one model over the OpenAI API."""
+    """Serve one model, or several, over the OpenAI API."""
     try:
         given = settings_of(settings)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         sys.stderr.write(f"meterline engine: {error}\n")
         sys.exit(2)
     status = serve(
@@ -118,8 +133,9 @@ def main(
     sys.exit(status)
 
 
-def settings_of(options: Mapping[str, object]) -> EngineSettings:
-    """Of the options with the names of settings. Raises msgspec.ValidationError."""
+def settings_of(options: Mapping[str, Any]) -> EngineSettings:
+    """Of the options with the names of settings. Raises msgspec.DecodeError."""
+    more = [msgspec.json.decode(text, type=EngineModel) for text in options.get("also", ())]
     guesses = {
         field: options[option]
         for option, field in (
@@ -129,7 +145,7 @@ def settings_of(options: Mapping[str, object]) -> EngineSettings:
     }  # fmt: skip
     names = set(EngineSettings.__struct_fields__) - {"speculative"}
     table = {name: value for name, value in options.items() if name in names}
-    return msgspec.convert({**table, "speculative": guesses}, EngineSettings)
+    return msgspec.convert({**table, "models": more, "speculative": guesses}, EngineSettings)
 
 
 def _say(name: str, address: str) -> None:

@@ -23,7 +23,6 @@ from msgspec import Struct
 from backends.engine import roofline, tokenizer
 from backends.engine.engine import Engine
 from backends.engine.errors import StartFailed
-from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.native.library import Toolchain
 from backends.engine.roofline import Machine
@@ -33,7 +32,7 @@ from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import discard
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Delta, Done, JobRequest, Row, Sampling, StepResult
-from backends.engine.weights import BUNDLED_NAME, open_weights
+from backends.engine.weights import BUNDLED_NAME, Weights, open_weights
 from telemetry.clock import SystemClock
 
 OUTPUT = 48
@@ -320,7 +319,7 @@ def threads_of(chosen: Chosen) -> int:
     return 1 if chosen.one_core else chosen.threads or default_threads()
 
 
-def open_runner(file: GgufFile, chosen: Chosen, kv_blocks: int) -> CpuRunner:
+def open_runner(file: Weights, chosen: Chosen, kv_blocks: int) -> CpuRunner:
     return CpuRunner(
         file, kv_blocks=kv_blocks, threads=threads_of(chosen),
         dtype=chosen.dtype, kernels=chosen.kernels,  # type: ignore[arg-type]  # click checked them
@@ -383,7 +382,7 @@ def figures_of(
 ) -> list[Figure]:
     """Measure; `told` hears of each as it comes."""
     file = open_weights(chosen.model)
-    words = tokenizer.from_gguf(file)
+    words = tokenizer.from_weights(file)
     runner = open_runner(file, chosen, KV_BLOCKS)
     machine = roofline.measure(threads_of(chosen))
     rig = Rig(runner, words, rounds=1 if quick else 3, by_cpu=chosen.one_core)

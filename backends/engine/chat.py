@@ -16,9 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct, structs
 
 from backends.engine.errors import RequestInvalid, WeightsInvalid
+from backends.engine.folder import AddedToken, ModelFolder
 from backends.engine.gguf import GgufFile
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.toolcalls import Family
+from backends.engine.weights import Weights
 
 # The wording that Qwen2.5 and the Hermes models were trained on; others follow it too.
 _TOOLS_INTRO = """# Tools
@@ -169,6 +171,30 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 def _refuse(message: Any) -> None:
     raise _TemplateRefusal(str(message))
+
+
+def from_weights(weights: Weights, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """None: a base model without a template, which serves completions only."""
+    if isinstance(weights, ModelFolder):
+        return from_folder(weights, tokenizer)
+    return from_gguf(weights, tokenizer)
+
+
+def from_folder(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
+    source = folder.chat_template
+    if source is None:
+        return None
+    config = folder.tokenizer_config
+
+    def word(token: str | AddedToken | None) -> str:
+        return token.content if isinstance(token, AddedToken) else token or ""
+
+    try:
+        return ChatTemplate(
+            source, tokenizer, bos=word(config.bos_token), eos=word(config.eos_token)
+        )
+    except jinja2.TemplateError as error:
+        raise WeightsInvalid(folder.path, f"chat template: {error}") from error
 
 
 def from_gguf(file: GgufFile, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -23,8 +23,8 @@ from backends.engine.account import (
     StepClock,
     calibrate,
     charge,
+    decode_step_s,
     draft_price,
-    drafting_price,
     prompt_room,
     wall_phase,
 )
@@ -50,10 +50,12 @@ from backends.engine.types import (
     ModelFacts,
     Outcome,
     Output,
+    Pooled,
     Row,
     Runner,
     StepResult,
     TokenChoice,
+    Vector,
 )
 from backends.engine.types import (
     Sequence as Choice,
@@ -382,7 +384,8 @@ class Engine:
         request = job.request
         root = None
         is_scored = request.sampling.prompt_logprobs is not None  # it computes all of its prompt
-        if self.facts is not None and self._prefix_cache and not is_scored:
+        is_whole = is_scored or request.pooling is not None
+        if self.facts is not None and self._prefix_cache and not is_whole:
             # The weights of this process never change: epoch 0.
             root = chain_root(model=self.facts.identity, epoch=0, salt=request.cache_salt)
         return Choice(
@@ -396,13 +399,13 @@ class Engine:
             stops=StopMatcher(request.stop),
             root=root,
             leader=None if is_scored else leader,
-            proposer=self._proposer(),
+            proposer=self._proposer(request),
         )
 
-    def _proposer(self) -> Proposer | Pace | None:
+    def _proposer(self, request: JobRequest) -> Proposer | Pace | None:
         """Only where checking several tokens at once gives the same numbers as one by one."""
         is_strict = self.facts is not None and self.facts.is_strict
-        if not (self._max_drafts and is_strict):
+        if not (self._max_drafts and is_strict and request.pooling is None):
             return None
         return Pace(self._max_drafts) if self._has_drafter else Proposer(self._max_drafts)
 
@@ -585,6 +588,9 @@ class _StepLoop:
                     self._accept(sequence, confirmed)
                     if sequence.finish is not None:
                         break  # a stop: what was guessed beyond it is not said
+            case Pooled(values):
+                self._scheduler.computed(sequence, row.context)
+                self._embedded(sequence, values)
             case Exception():
                 self._scheduler.distrust(sequence)
                 message = getattr(choice, "message", None) or str(choice)
@@ -624,6 +630,16 @@ class _StepLoop:
         if text or entries:
             self._say(sequence, Delta(index=sequence.index, text=text, choices=entries))
 
+    def _embedded(self, sequence: Choice, values: list[float]) -> None:
+        """A text is a vector now, and needs its keys and values no more."""
+        job = sequence.job
+        sequence.finish = FinishReason.STOP
+        self._say(sequence, Vector(sequence.index, values))
+        self._scheduler.remove(sequence)
+        job.open_choices -= 1
+        if job.open_choices == 0:
+            self._end(job, Done(_usage(job)), "done")
+
     def _close(self, sequence: Choice, finish: FinishReason, *, text: str) -> None:
         """The last delta of a choice: `text` and what was held back."""
         if sequence.stops.matched is None:
@@ -637,11 +653,12 @@ class _StepLoop:
             Delta(index=sequence.index, text=text, choices=entries, finish=sequence.finish),
         )
 
-    def _say(self, sequence: Choice, delta: Delta) -> None:
-        if sequence.scores is not None and not sequence.is_scored_told:
+    def _say(self, sequence: Choice, output: Delta | Vector) -> None:
+        is_due = sequence.scores is not None and not sequence.is_scored_told
+        if is_due and isinstance(output, Delta):
             sequence.is_scored_told = True
-            delta = structs.replace(delta, prompt=tuple(sequence.scores))
-        self._outbox.setdefault(sequence.job.job_id, []).append(delta)
+            output = structs.replace(output, prompt=tuple(sequence.scores or ()))
+        self._outbox.setdefault(sequence.job.job_id, []).append(output)
 
     def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:
         """Blocks first, then the word that it is over."""
@@ -665,7 +682,9 @@ class _StepLoop:
 def _guess_price(decodes: int, costs: CostModel, drafter: Drafter | None) -> float:
     """Of a guess, drafted and checked, as a part of a step without any."""
     price = draft_price(decodes, costs)
-    return price if drafter is None else price + drafting_price(decodes, drafter.costs, costs)
+    if drafter is None:
+        return price
+    return price + drafter.guess_s(decodes) / decode_step_s(decodes, costs)
 
 
 def _rejected(row: Row, choice: Outcome) -> int:

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from backends.engine.errors import EngineError
-from backends.engine.tokenizer import from_gguf
+from backends.engine.tokenizer import from_weights
 from backends.engine.weights import open_weights
 
 
 def export(model: str, path: Path) -> None:
     """Raises EngineError, OSError."""
     part = path.with_suffix(f".{id(path):x}.part")
-    from_gguf(open_weights(model)).save(part)
+    from_weights(open_weights(model)).save(part)
     part.replace(path)
 
 

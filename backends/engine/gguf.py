@@ -1,4 +1,4 @@
-"""Read GGUF files: metadata and tensors, memory-mapped, dequantised with numpy.
+"""Read GGUF files: metadata and tensors, memory-mapped.
 
 Knows the file format and nothing of models. Every offset and length is checked against the file
 before it is used, so a damaged or truncated file ends in `WeightsInvalid` that names the tensor.
@@ -13,20 +13,25 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from backends.engine.errors import ModelMissing, WeightsInvalid
+from backends.engine.quants import BY_NAME, KINDS, Array, Raw
 
 Scalar = str | int | float | bool
 Value = Scalar | Sequence[Scalar]
-Array = NDArray[np.float32]
-Raw = NDArray[np.uint8]
 
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+# More than any model has; what claims more is damaged or means to exhaust our memory.
+_MOST_KEYS = 1 << 16
+_MOST_TENSORS = 1 << 18
+_MOST_ITEMS = 1 << 22  # of one list
+_MOST_CHARACTERS = 1 << 24  # of one text, in bytes
+_SAMPLED_BYTES = 256
+_DECODED_AT_ONCE = 1 << 20  # values: decoders need several times the room of their result
 
 
 class TensorInfo(Struct, frozen=True):
@@ -37,13 +42,6 @@ class TensorInfo(Struct, frozen=True):
     kind: str
     start: int  # from the beginning of the file
     nbytes: int
-
-
-class _Kind(Struct, frozen=True):
-    name: str
-    block: int  # values per block
-    nbytes: int  # bytes per block
-    decode: Callable[[Raw], Array]
 
 
 class GgufFile:
@@ -67,15 +65,26 @@ class GgufFile:
             raise WeightsInvalid(path, f"GGUF version {version} is not supported (2 and 3 are)")
         tensor_count, key_count = reader.number("Q"), reader.number("Q")
         self.metadata: Mapping[str, Value] = {
-            reader.string(): reader.value() for _ in range(reader.count(key_count, 13))
+            reader.string(): reader.value() for _ in range(reader.count(key_count, 13, _MOST_KEYS))
         }
-        infos = [_tensor_info(reader) for _ in range(reader.count(tensor_count, 24))]
+        count = reader.count(tensor_count, 24, _MOST_TENSORS)
+        infos = [_tensor_info(reader) for _ in range(count)]
         alignment = self.integer("general.alignment", 32)
         if alignment < 1:
             raise WeightsInvalid(path, f"alignment of {alignment} bytes")
         base = -(-reader.at // alignment) * alignment
         self.tensors = {info.name: self._placed(info, base) for info in infos}
-        self.header_digest = hashlib.sha256(self._map[: reader.at]).hexdigest()
+        if len(self.tensors) < len(infos):
+            raise WeightsInvalid(path, "the header is damaged (a tensor is there twice)")
+        self.digest = self._digest(reader.at)
+
+    def _digest(self, header: int) -> str:
+        """Of the header and the beginning of every tensor: cheap, and different for two models of
+        one shape."""
+        digest = hashlib.sha256(self._map[:header])
+        for info in self.tensors.values():
+            digest.update(self._map[info.start : info.start + min(info.nbytes, _SAMPLED_BYTES)])
+        return digest.hexdigest()
 
     def _placed(self, info: TensorInfo, base: int) -> TensorInfo:
         start = base + info.start
@@ -87,6 +96,15 @@ class GgufFile:
                 tensor=info.name,
             )
         return TensorInfo(info.name, info.shape, info.kind, start, info.nbytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        return len(self._map)
+
+    def kind(self, name: str) -> str | None:
+        """The kind of a tensor's numbers; None: it is not there."""
+        info = self.tensors.get(name)
+        return None if info is None else info.kind
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(key, default)
@@ -122,12 +140,19 @@ class GgufFile:
         """Dequantised to fp32. `shape`, where given, is what the model needs."""
         info = self._needed(name, shape)
         raw = np.frombuffer(self._map, np.uint8, info.nbytes, info.start)
-        with np.errstate(all="ignore"):
-            values = _BY_NAME[info.kind].decode(raw).reshape(info.shape)
-        # One non-finite scale poisons its whole block, so a sum is enough to see it.
-        if not np.isfinite(values.sum(dtype=np.float64)):
-            raise WeightsInvalid(self.path, "holds values that are not finite", tensor=name)
-        return values
+        kind = BY_NAME[info.kind]
+        blocks = raw.reshape(-1, kind.nbytes)
+        values = np.empty(len(blocks) * kind.block, np.float32)
+        some = max(1, _DECODED_AT_ONCE // kind.block)
+        for at in range(0, len(blocks), some):
+            part = values[at * kind.block : (at + some) * kind.block]
+            with np.errstate(all="ignore"):
+                part[:] = kind.decode(blocks[at : at + some].reshape(-1)).reshape(-1)
+                # One non-finite scale poisons its whole block, so a sum is enough to see it.
+                is_finite = np.isfinite(part.sum(dtype=np.float64))
+            if not is_finite:
+                raise WeightsInvalid(self.path, "holds values that are not finite", tensor=name)
+        return values.reshape(info.shape)
 
     def blocks(self, name: str, shape: tuple[int, int]) -> tuple[str, Raw]:
         """The kind of a matrix, and its bytes as they are in the file."""
@@ -139,7 +164,7 @@ class GgufFile:
         Its values are those of `tensor`, which also checks them."""
         info = self._needed(name, shape)
         raw = np.frombuffer(self._map, np.uint8, info.nbytes, info.start).reshape(shape[0], -1)
-        decode = _BY_NAME[info.kind].decode
+        decode = BY_NAME[info.kind].decode
         return lambda numbers: decode(raw[list(numbers)].reshape(-1)).reshape(-1, shape[1])
 
     def _needed(self, name: str, shape: tuple[int, ...] | None) -> TensorInfo:
@@ -171,16 +196,16 @@ class _Reader:
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize(code)))
         return int(value)
 
-    def count(self, claimed: int, least_bytes: int) -> int:
+    def count(self, claimed: int, least_bytes: int, most: int) -> int:
         """A count of things that take at least that many bytes each: absurd ones stop here."""
-        if claimed * least_bytes > len(self._data) - self.at:
+        if claimed > most or claimed * least_bytes > len(self._data) - self.at:
             raise WeightsInvalid(self._path, f"the header is cut off or damaged at byte {self.at}")
         return claimed
 
     def string(self) -> str:
         size = self.number("Q")
         try:
-            return self.take(self.count(size, 1)).decode()
+            return self.take(self.count(size, 1, _MOST_CHARACTERS)).decode()
         except UnicodeDecodeError as error:
             raise WeightsInvalid(
                 self._path, f"the header is damaged near byte {self.at} (not UTF-8)"
@@ -194,7 +219,7 @@ class _Reader:
             return self._scalars(kind, 1)[0]
         element, count = self.number("I"), self.number("Q")
         if element == _STRING:
-            return self._strings(self.count(count, 8))
+            return self._strings(self.count(count, 8, _MOST_ITEMS))
         return self._scalars(element, count)
 
     def _strings(self, count: int) -> list[str]:
@@ -218,7 +243,8 @@ class _Reader:
         if code is None:
             raise WeightsInvalid(self._path, f"metadata of unknown type {kind} at byte {self.at}")
         size = struct.calcsize(code)
-        return list(struct.unpack(f"<{self.count(count, size)}{code}", self.take(count * size)))
+        count = self.count(count, size, _MOST_ITEMS)
+        return list(struct.unpack(f"<{count}{code}", self.take(count * size)))
 
 
 def _tensor_info(reader: _Reader) -> TensorInfo:
@@ -229,9 +255,9 @@ def _tensor_info(reader: _Reader) -> TensorInfo:
         raise WeightsInvalid(reader._path, f"{dimensions} dimensions", tensor=name)
     shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
     number, start = reader.number("I"), reader.number("Q")
-    kind = _KINDS.get(number)
+    kind = KINDS.get(number)
     if kind is None:
-        known = ", ".join(sorted(_BY_NAME))
+        known = ", ".join(sorted(BY_NAME))
         raise WeightsInvalid(
             reader._path, f"GGML type {number} is not supported ({known} are)", tensor=name
         )
@@ -243,63 +269,3 @@ def _tensor_info(reader: _Reader) -> TensorInfo:
             reader._path, f"shape {shape} does not fit blocks of {kind.block}", tensor=name
         )
     return TensorInfo(name, shape, kind.name, start, values // kind.block * kind.nbytes)
-
-
-def _f32(raw: Raw) -> Array:
-    return raw.view("<f4").astype(np.float32)  # a copy: nobody may write to the map
-
-
-def _f16(raw: Raw) -> Array:
-    return raw.view("<f2").astype(np.float32)
-
-
-def _bf16(raw: Raw) -> Array:
-    return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-def _halves(blocks: Raw, at: int) -> Array:
-    """The fp16 at that byte of each block, as a column."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
-
-
-def _nibbles(packed: Raw) -> Array:
-    """(n, 16) bytes -> (n, 32): all low nibbles, then all high ones."""
-    values = np.empty((packed.shape[0], 32), np.float32)
-    values[:, :16] = packed & 0x0F
-    values[:, 16:] = packed >> 4
-    return values
-
-
-def _q4_0(raw: Raw) -> Array:
-    blocks = raw.reshape(-1, 18)
-    values = _nibbles(blocks[:, 2:])
-    values -= 8
-    values *= _halves(blocks, 0)
-    return values
-
-
-def _q4_1(raw: Raw) -> Array:
-    blocks = raw.reshape(-1, 20)
-    values = _nibbles(blocks[:, 4:])
-    values *= _halves(blocks, 0)
-    values += _halves(blocks, 2)
-    return values
-
-
-def _q8_0(raw: Raw) -> Array:
-    blocks = raw.reshape(-1, 34)
-    values = blocks[:, 2:].view(np.int8).astype(np.float32)
-    values *= _halves(blocks, 0)
-    return values
-
-
-# The numbers are ggml's `enum ggml_type`.
-_KINDS = {
-    0: _Kind("F32", 1, 4, _f32),
-    1: _Kind("F16", 1, 2, _f16),
-    2: _Kind("Q4_0", 32, 18, _q4_0),
-    3: _Kind("Q4_1", 32, 20, _q4_1),
-    8: _Kind("Q8_0", 32, 34, _q8_0),
-    30: _Kind("BF16", 1, 2, _bf16),
-}
-_BY_NAME = {kind.name: kind for kind in _KINDS.values()}

@@ -369,6 +369,11 @@ def _merged(deltas: Sequence[Delta]) -> Delta:
     )
 
 
+def embed_usage(usage: JobUsage) -> Usage:
+    """Of embeddings: as of any other answer, with no tokens of output."""
+    return _usage(usage)
+
+
 def _usage(usage: JobUsage) -> Usage:
     return Usage(
         prompt_tokens=usage.prompt_tokens,

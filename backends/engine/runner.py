@@ -12,9 +12,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from backends.engine.errors import StartFailed
-from backends.engine.gguf import GgufFile
+from backends.engine.embed import Pool
+from backends.engine.errors import RequestFailed, StartFailed
 from backends.engine.guided import GuideFailed
 from backends.engine.model import Model, PackedLinear
 from backends.engine.native.library import Library, Toolchain, Unavailable, load
@@ -22,7 +23,16 @@ from backends.engine.native.model import NativeModel, check_shape, weight_struct
 from backends.engine.native.packing import Dtype, Part, pack
 from backends.engine.sampler import sample, score
 from backends.engine.shape import ModelShape, read_shape
-from backends.engine.types import Drafter, ModelFacts, Outcome, Row, StepResult, TokenChoice
+from backends.engine.types import (
+    Drafter,
+    ModelFacts,
+    Outcome,
+    Pooled,
+    Row,
+    StepResult,
+    TokenChoice,
+)
+from backends.engine.weights import Weights
 
 Kernels = Literal["auto", "native", "torch"]
 
@@ -38,6 +48,10 @@ class Decoder(Protocol):
         holds something that is no number)."""
         ...
 
+    def states(self, tokens: range) -> NDArray[np.float32]:
+        """What the head would read of those tokens of the last step."""
+        ...
+
     def copy_block(self, source: int, target: int) -> None: ...
 
 
@@ -46,31 +60,39 @@ class CpuRunner:
 
     def __init__(
         self,
-        file: GgufFile,
+        file: Weights,
         *,
         kv_blocks: int,
         threads: int,
         dtype: Dtype = "auto",
         kernels: Kernels = "torch",
         tools: Toolchain | None = None,
+        progress: Callable[[float], None] = lambda part: None,
     ) -> None:
         library, reason = _library(file, kernels, dtype, tools)
         self.decoder: Decoder
         if library is None:
-            if dtype == "float16":
-                raise StartFailed(f"dtype = float16 needs the compiled kernels: {reason}")
+            if dtype not in ("auto", "float32"):
+                raise StartFailed(f"{dtype} weights need the compiled kernels: {reason}")
             torch.set_num_threads(threads)
-            self.decoder = Model(file, kv_blocks=kv_blocks)
+            self.decoder = Model(file, kv_blocks=kv_blocks, progress=progress)
             formats = "float32"
         else:
             torch.set_num_threads(1)  # it only samples
-            native = NativeModel(file, library, kv_blocks=kv_blocks, threads=threads, dtype=dtype)
+            native = NativeModel(
+                file, library, kv_blocks=kv_blocks, threads=threads, dtype=dtype, progress=progress
+            )
             self.decoder = _Native(native)
             formats = "+".join(native.formats)
         name = "torch" if library is None else "compiled"
         self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
-        self.facts = facts_of(file.header_digest, self.decoder, kv_blocks, f"{name}/{formats}")
+        self.facts = facts_of(file.digest, self.decoder, kv_blocks, f"{name}/{formats}")
         self.drafter: Drafter | None = None
+
+    def close(self) -> None:
+        """Give threads and memory back. It computes no more."""
+        if isinstance(self.decoder, _Native):
+            self.decoder.close()
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -88,11 +110,15 @@ def step_of(decoder: Decoder, rows: Sequence[Row]) -> StepResult:
     best: Sequence[int | None] = [None] * len(logits) if known is None else known
     started_ns = time.perf_counter_ns()
     choices: list[Outcome] = []
-    at = 0
+    at = token = 0
     for row in rows:
         mine = range(at, at + row.logits_rows)
         at = mine.stop
-        if row.is_scored:
+        tokens = range(token, token + row.count)
+        token = tokens.stop
+        if row.sequence.job.request.pooling is not None:
+            choices.append(_pooled(decoder, row, tokens))
+        elif row.is_scored:
             choices.append(_scored(logits, row, mine))
         elif row.drafts:
             choices.append(_confirmed(logits, best, row, mine))
@@ -111,6 +137,8 @@ class _Native:
         self.shape = model.shape
         self.weight_bytes = model.weight_bytes
         self.copy_block = model.copy_block
+        self.states = model.states
+        self.close = model.close
 
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
         logits, best = self._model.logits(rows)
@@ -118,7 +146,7 @@ class _Native:
 
 
 def _library(
-    file: GgufFile, kernels: Kernels, dtype: Dtype, tools: Toolchain | None
+    file: Weights, kernels: Kernels, dtype: Dtype, tools: Toolchain | None
 ) -> tuple[Library | None, str]:
     """The compiled functions if they are to be used, and why or why not."""
     if kernels == "torch":
@@ -137,7 +165,7 @@ def _library(
         return None, str(error)
 
 
-def _faster(file: GgufFile, library: Library, dtype: Dtype) -> tuple[Library | None, str]:
+def _faster(file: Weights, library: Library, dtype: Dtype) -> tuple[Library | None, str]:
     """Measure one layer's widest matrix both ways on one thread: eight single rows and a chunk of
     64, about what a step of prompts and a few of answers ask for."""
     shape = read_shape(file)
@@ -169,6 +197,20 @@ def _best_us(work: Callable[[], object]) -> float:
         work()
         took.append((time.perf_counter_ns() - started_ns) / 1e3)
     return min(took)
+
+
+def _pooled(decoder: Decoder, row: Row, tokens: range) -> Outcome:
+    """Sum up a text's states; after a preemption, from its beginning."""
+    sequence = row.sequence
+    how = sequence.job.request.pooling
+    assert how is not None, "only such rows come here"
+    if row.start == 0:
+        sequence.pool = Pool(how)
+    sequence.pool.add(decoder.states(tokens))
+    if not row.ends_text:
+        return None
+    values = sequence.pool.result()
+    return RequestFailed("the text's states are no numbers") if values is None else Pooled(values)
 
 
 def sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | Exception:

@@ -13,24 +13,28 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import uvicorn
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from backends.engine import chat, tokenizer
+from backends.engine import chat, memory, tokenizer
 from backends.engine.engine import Engine
 from backends.engine.errors import ListenFailed, StartFailed
-from backends.engine.gguf import GgufFile
+from backends.engine.fleet import Built, Fleet, Served
 from backends.engine.kv import BLOCK_TOKENS
 from backends.engine.native.library import Toolchain
+from backends.engine.native.packing import Dtype
+from backends.engine.progress import Loading
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
 from backends.engine.tokenizer import Tokenizer
+from backends.engine.turns import SharedRunner, Turns
 from backends.engine.types import Runner
-from backends.engine.weights import BUNDLED_NAME, open_weights
+from backends.engine.weights import BUNDLED_NAME, Weights, open_weights, pooling_of
 from backends.engine.wire import Limits, Parser
 from backends.settings import EngineSettings, Speculative
 from telemetry import logs
@@ -58,13 +62,6 @@ class Telemetry(Struct, frozen=True, kw_only=True):
     service_name: str = "meterline-engine"
     log_format: logs.LogFormat = "auto"
     vllm_metrics: bool = False
-
-
-class Built(Struct, frozen=True):
-    """An engine and its app, not started."""
-
-    engine: Engine
-    app: EngineApp
 
 
 def prepare_environment(environment: dict[str, str] | os._Environ[str]) -> None:
@@ -101,27 +98,56 @@ def build(
     emit: Emit = discard,
     vllm_metrics: bool = False,
     cache: Path | None = None,
+    available_bytes: Callable[[], int | None] = memory.available_bytes,
+    served_as: str | None = None,
+    turns: Turns | None = None,
 ) -> Built:
-    """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
-    kernels are kept in `cache`."""
-    if settings.dtype == "bfloat16" and settings.device != "cuda":
-        raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
+    """Check the model's files and compose the engine. Raises StartFailed; takes no torch. Compiled
+    kernels are kept in `cache`. `served_as`: its public name; default: from the file. With `turns`
+    its steps take theirs."""
     clock = clock or SystemClock()
     speculative = settings.speculative
     cache = cache or Path.home() / ".cache" / "meterline"
     file = open_weights(settings.model)
     shape = read_shape(file)
-    words = tokenizer.from_gguf(file)
-    template = chat.from_gguf(file, words)
+    words = tokenizer.from_weights(file)
+    template = chat.from_weights(file, words)
+    dtype = _dtype(settings)
     draft = _draft_file(speculative, words)
     memory_gb = settings.kv_memory_gb
     if draft is not None:  # both keep as many tokens
         of_both = shape.kv_token_bytes + read_shape(draft).kv_token_bytes
         memory_gb *= shape.kv_token_bytes / of_both
     blocks = pool_blocks(shape, memory_gb)
+    name = served_as or public_name(settings.model)
+    if settings.device != "cuda":
+        found = memory.need(
+            file,
+            shape,
+            dtype=dtype,
+            is_torch=settings.kernels == "torch",
+            pool_bytes=blocks * BLOCK_TOKENS * shape.kv_token_bytes,
+        )
+        memory.check(found, available_bytes(), name=name)
+    loading = Loading(settings.name, clock)
     context = min(shape.context, blocks * BLOCK_TOKENS)
+    loaded: list[Runner] = []
+
+    def load() -> Runner:
+        runner = _load(file, draft, words, blocks, settings, dtype, cache, loading)
+        loaded.append(runner)
+        if turns is None:
+            return runner
+        waited = partial(engine.step_clock.mark, "idle")
+        return SharedRunner(runner, turns, name, waited=waited)
+
+    def release() -> None:
+        app.close()
+        while loaded:
+            loaded.pop().close()
+
     engine = Engine(
-        load=lambda: _load(file, draft, words, blocks, settings, cache),
+        load=load,
         tokenizer=words,
         clock=clock,
         emit=emit,
@@ -131,17 +157,71 @@ def build(
         step_target_s=settings.step_target_s,
         max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
-    name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
     model = ServedModel(
         name=name,
-        fingerprint=f"fp_{file.header_digest[:12]}",
+        fingerprint=f"fp_{file.digest[:12]}",
         context=context,
         created=int(file.path.stat().st_mtime),
     )
     family = None if settings.tool_calls == "auto" else settings.tool_calls
-    parser = Parser(words, template, Limits(model=name, context=context), family=family)
-    app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics)
-    return Built(engine, app)
+    limits = Limits(model=name, context=context, dimensions=shape.hidden, pooling=pooling_of(file))
+    parser = Parser(words, template, limits, family=family)
+    app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics, loading=loading)
+    return Built(engine, app, release)
+
+
+def build_fleet(
+    settings: EngineSettings,
+    *,
+    is_private: bool,
+    drain_s: float = DRAIN_S,
+    clock: Clock | None = None,
+    emit: Emit = discard,
+    vllm_metrics: bool = False,
+    cache: Path | None = None,
+) -> Fleet:
+    """The engine's own model and its further ones, not started. Raises StartFailed."""
+    clock = clock or SystemClock()
+    turns = Turns()
+    share_gb = settings.kv_memory_gb / (1 + len(settings.models))
+    name = public_name(settings.model)
+    served = [(name, structs.replace(settings, kv_memory_gb=share_gb))]
+    for more in settings.models:
+        changed = structs.replace(
+            settings,
+            model=more.model,
+            dtype=more.dtype,
+            weights=more.weights,
+            kv_memory_gb=more.kv_memory_gb or share_gb,
+        )
+        served.append((more.name, changed))
+    names = [name for name, _ in served]
+    if len(set(names)) < len(names):
+        raise StartFailed(f"models need different names: {', '.join(names)}")
+
+    def make(name: str, one: EngineSettings, model: str) -> Built:
+        return build(
+            structs.replace(one, model=model),
+            clock=clock,
+            emit=emit,
+            vllm_metrics=vllm_metrics,
+            cache=cache,
+            served_as=name,
+            turns=turns,
+        )
+
+    return Fleet(
+        [Served(name, one.model, partial(make, name, one)) for name, one in served],
+        clock,
+        turns,
+        is_private=is_private,
+        when_asleep=settings.when_asleep,
+        drain_s=drain_s,
+    )
+
+
+def public_name(model: str) -> str:
+    return BUNDLED_NAME if model == BUNDLED_NAME else Path(model).stem
 
 
 def serve(
@@ -164,14 +244,19 @@ def serve(
     spans = _open_spans(told)
     try:
         emit = discard if spans is None else exporting(spans)
-        built = build(
-            settings, emit=emit, vllm_metrics=told.vllm_metrics, cache=cache_folder(os.environ)
+        fleet = build_fleet(
+            settings,
+            is_private=listen.uds is not None,
+            drain_s=drain_s,
+            emit=emit,
+            vllm_metrics=told.vllm_metrics,
+            cache=cache_folder(os.environ),
         )
         bound = _bind(listen)
     except StartFailed as error:
         return _refuse(error.message)
     try:
-        return asyncio.run(_run(built, bound, on_ready or (lambda _: None), drain_s, parent))
+        return asyncio.run(_run(fleet, bound, on_ready or (lambda _: None), drain_s, parent))
     finally:
         bound.close()
         if listen.uds is not None:
@@ -205,15 +290,14 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    built: Built,
+    fleet: Fleet,
     bound: socket.socket,
     on_ready: Callable[[str], None],
     drain_s: float,
     parent: int | None,
 ) -> int:
-    engine = built.engine
     config = uvicorn.Config(
-        built.app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75,
+        fleet, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = _Server(config)
@@ -222,27 +306,27 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     serving = asyncio.create_task(server._serve([bound]))
-    engine.start()
+    fleet.start()
     status = 0
     stopping = asyncio.create_task(told_to_stop.wait())
     orphaned = asyncio.create_task(_until_orphaned(parent, told_to_stop))
-    loading = asyncio.create_task(engine.loaded())
+    loading = asyncio.create_task(fleet.loaded())
     await asyncio.wait({stopping, loading, serving}, return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and loading.exception() is None:
         on_ready(_address(bound))
-        ended = asyncio.create_task(engine.ended())
+        ended = asyncio.create_task(fleet.ended())
         await asyncio.wait({stopping, ended, serving}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             status = 1  # a defect; the traceback is in the log, the supervisor starts a new one
         ended.cancel()
-        await engine.drain(0.0 if orphaned.done() else drain_s)
+        await fleet.drain(0.0 if orphaned.done() else drain_s)
     elif loading.done():
         status = _refuse(_load_problem(loading.exception()))
     for task in (loading, stopping, orphaned):
         task.cancel()
     server.should_exit = True
     await serving
-    await engine.close()
+    await fleet.close()
     return status
 
 
@@ -255,14 +339,31 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
     told_to_stop.set()
 
 
-def _draft_file(speculative: Speculative, words: Tokenizer) -> GgufFile | None:
+def _dtype(settings: EngineSettings) -> Dtype:
+    """Of the CPU's decoders."""
+    if settings.device == "cuda":
+        if settings.weights != "file":
+            raise StartFailed(f"weights = {settings.weights} needs a CPU: device = cpu")
+        return "auto"
+    if settings.dtype == "bfloat16":
+        raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
+    if settings.weights == "file":
+        return settings.dtype
+    if settings.dtype != "auto":
+        raise StartFailed(
+            f"weights = {settings.weights} and dtype = {settings.dtype} exclude each other"
+        )
+    return settings.weights
+
+
+def _draft_file(speculative: Speculative, words: Tokenizer) -> Weights | None:
     """Raises StartFailed for a model that speaks of other tokens."""
     if speculative.method != "draft_model":
         return None
     if speculative.draft_model is None:
         raise StartFailed("speculative.method = draft_model needs speculative.draft_model")
     file = open_weights(speculative.draft_model)
-    theirs = tokenizer.from_gguf(file)
+    theirs = tokenizer.from_weights(file)
     same = theirs.size == words.size and all(
         theirs.token_bytes(token) == words.token_bytes(token) for token in range(words.size)
     )
@@ -272,12 +373,14 @@ def _draft_file(speculative: Speculative, words: Tokenizer) -> GgufFile | None:
 
 
 def _load(
-    file: GgufFile,
-    draft: GgufFile | None,
+    file: Weights,
+    draft: Weights | None,
     words: Tokenizer,
     blocks: int,
     settings: EngineSettings,
+    dtype: Dtype,
     cache: Path,
+    loading: Loading,
 ) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
     if settings.device == "cuda":
@@ -289,9 +392,10 @@ def _load(
         file,
         kv_blocks=blocks,
         threads=settings.threads or default_threads(),
-        dtype="auto" if settings.dtype == "bfloat16" else settings.dtype,
+        dtype=dtype,
         kernels=settings.kernels,
         tools=Toolchain.of_this_machine(cache),
+        progress=loading.at,
     )
     sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
     if draft is not None:
@@ -308,7 +412,7 @@ def _load(
     return runner
 
 
-def _load_on_gpu(file: GgufFile, blocks: int, settings: EngineSettings) -> Runner:
+def _load_on_gpu(file: Weights, blocks: int, settings: EngineSettings) -> Runner:
     import torch
 
     from backends.engine.gpu.runner import open_on

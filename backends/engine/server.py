@@ -15,14 +15,17 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
+from prometheus_client.core import Metric as Family
 
+from backends.engine import embed
 from backends.engine.engine import Engine, State, Stream
 from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
 from backends.engine.guided import Guides
 from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
-from backends.engine.render import Renderer
+from backends.engine.progress import Loading
+from backends.engine.render import Renderer, embed_usage
 from backends.engine.tokenizer import Tokenizer
-from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage
+from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage, Vector
 from backends.engine.wire import Ask, Parser, Surface
 from telemetry.clock import Clock
 from telemetry.ids import new_request_id
@@ -80,8 +83,8 @@ class _Gone(Exception):
 
 
 class EngineApp:
-    """Routes: /v1/chat/completions, /v1/completions, /v1/requests/{id}/cancel, /tokenize,
-    /detokenize, /v1/models[/{id}], /health, /metrics."""
+    """Routes: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/requests/{id}/cancel,
+    /tokenize, /detokenize, /v1/models[/{id}], /health, /metrics."""
 
     def __init__(
         self,
@@ -92,12 +95,14 @@ class EngineApp:
         clock: Clock,
         *,
         vllm_metrics: bool = False,
+        loading: Loading | None = None,
     ) -> None:
         self._engine = engine
         self._parser = parser
         self._tokenizer = tokenizer
         self._model = model
         self._clock = clock
+        self._loading = loading
         self._metrics = EngineMetrics(engine, model=model.name, with_vllm_names=vllm_metrics)
         self._guides = Guides(tokenizer)
         self._translations: dict[str, Callable[[bytes], Struct]] = {
@@ -130,7 +135,8 @@ class EngineApp:
         surface = _SURFACES.get(path)
         to_cancel = _CANCEL.fullmatch(path)
         translate = self._translations.get(path)
-        allowed = "POST" if surface or to_cancel or translate else "GET"
+        is_asked = surface or to_cancel or translate or path == "/v1/embeddings"
+        allowed = "POST" if is_asked else "GET"
         if method != allowed and not (method == "HEAD" and allowed == "GET"):
             if allowed == "GET" and not self._is_page(path):
                 raise _not_found(path)
@@ -140,6 +146,9 @@ class EngineApp:
         if surface:
             with self._registered(_header(scope, b"x-request-id")) as running:
                 await self._answer(surface, scope, exchange, running)
+        elif path == "/v1/embeddings":
+            with self._registered(_header(scope, b"x-request-id")) as running:
+                await self._embed(scope, exchange, running)
         elif to_cancel:
             await self._cancel(to_cancel["id"], exchange)
         elif translate:
@@ -149,7 +158,7 @@ class EngineApp:
         elif path == "/metrics":
             await exchange.reply(200, self._metrics.text(), CONTENT_TYPE.encode())
         elif path == "/v1/models":
-            listing = {"object": "list", "data": [self._model_card()]}
+            listing = {"object": "list", "data": [self.model_card()]}
             await exchange.reply(200, msgspec.json.encode(listing))
         elif path.startswith("/v1/models/"):
             await self._one_model(path.removeprefix("/v1/models/"), exchange)
@@ -162,9 +171,10 @@ class EngineApp:
     async def _health(self, exchange: "_Exchange") -> None:
         state = self._engine.state
         status = 200 if state is State.READY else 503
-        await exchange.reply(
-            status, msgspec.json.encode({"status": state, "model": self._model.name})
-        )
+        body: dict[str, object] = {"status": state, "model": self._model.name}
+        if state is State.LOADING and self._loading is not None:
+            body["loaded_percent"] = self._loading.percent
+        await exchange.reply(status, msgspec.json.encode(body))
 
     async def _one_model(self, name: str, exchange: "_Exchange") -> None:
         if name != self._model.name:
@@ -175,9 +185,20 @@ class EngineApp:
                 code="model_not_found",
                 param="model",
             )
-        await exchange.reply(200, msgspec.json.encode(self._model_card()))
+        await exchange.reply(200, msgspec.json.encode(self.model_card()))
 
-    def _model_card(self) -> dict[str, object]:
+    def families(self) -> Iterator[Family]:
+        """Its metrics, for who shows those of several."""
+        return self._metrics.collect()
+
+    def close(self) -> None:
+        """After the last answer."""
+        self._guides.close()
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def model_card(self) -> dict[str, object]:
         return {
             "id": self._model.name,
             "object": "model",
@@ -221,6 +242,30 @@ class EngineApp:
         except EngineError as error:
             raise _problem(error) from error
         await exchange.reply(200, msgspec.json.encode(result))
+
+    async def _embed(self, scope: Scope, exchange: "_Exchange", running: _Running) -> None:
+        """Texts to vectors; scheduled and charged with all other work."""
+        data = await exchange.body()
+        traceparent = _header(scope, b"traceparent")
+        try:
+            ask = await asyncio.to_thread(self._parser.embeddings, data, traceparent=traceparent)
+            stream = self._engine.submit(ask.job)
+        except EngineError as error:
+            raise _problem(error) from error
+        running.began(stream)
+        watcher = asyncio.create_task(exchange.until_gone(stream.cancel))
+        try:
+            vectors, usage = await _vectors(stream)
+            model = self._model.name
+            answer = await asyncio.to_thread(
+                embed.rendered, vectors, ask, model=model, usage=embed_usage(usage)
+            )
+            await exchange.reply(200, msgspec.json.encode(answer))
+        finally:
+            stream.cancel()
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
 
     async def _answer(
         self, surface: Surface, scope: Scope, exchange: "_Exchange", running: _Running
@@ -366,6 +411,20 @@ async def _whole(stream: Stream, renderer: Renderer, exchange: _Exchange) -> Non
                 case Failed() | Cancelled():
                     raise _ended(output)
     await exchange.reply(200, renderer.whole(deltas, usage))
+
+
+async def _vectors(stream: Stream) -> tuple[list[Vector], JobUsage]:
+    """All of them. One that was told to end early has no answer."""
+    vectors: list[Vector] = []
+    while True:
+        for output in await stream.next():
+            match output:
+                case Vector():
+                    vectors.append(output)
+                case Done(usage):
+                    return vectors, usage
+                case Failed() | Cancelled():
+                    raise _ended(output)
 
 
 def _ended(output: Failed | Cancelled) -> Exception:

@@ -5,7 +5,7 @@ A `Job` is one request; it has one `Sequence` per choice. The engine thread alon
 
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
@@ -13,9 +13,7 @@ from backends.engine.guided import Guide
 from backends.engine.spec import Pace, Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import TextDecoder
-
-if TYPE_CHECKING:
-    from backends.engine.account import CostModel
+from backends.engine.weights import Pooling
 
 
 class FinishReason(StrEnum):
@@ -75,6 +73,7 @@ class JobRequest(Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     model: str = ""
     guide: Guide | None = None  # at its start; each choice gets a copy
+    pooling: Pooling | None = None  # not to be continued, but to become a vector
     shown: frozenset[int] = frozenset()  # special tokens whose text is part of the answer
 
 
@@ -178,8 +177,8 @@ class Sequence:
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
         "guide", "high_water", "index", "is_scored_told", "job", "keys", "leader", "max_tokens",
-        "n_computed", "n_prompt", "n_published", "priority", "proposer", "root", "scores", "seed",
-        "seen", "stops", "tokens", "waited_since",
+        "n_computed", "n_prompt", "n_published", "pool", "priority", "proposer", "root", "scores",
+        "seed", "seen", "stops", "tokens", "waited_since",
     )  # fmt: skip
 
     def __init__(
@@ -212,6 +211,7 @@ class Sequence:
         self.priority = job.request.priority  # it falls, that is rises, while it waits
         self.waited_since: int | None = None  # the scheduler's step
         self.proposer = proposer
+        self.pool: Any = None  # the runner's, while it sums up states
         self.cached_tokens = 0  # of the prompt, found when it was first admitted
         self.max_tokens = max_tokens
         self.seed = seed
@@ -297,6 +297,10 @@ class Row(Struct, frozen=True):
     @property
     def needs_token(self) -> bool:
         """Whether the last computed token is the last known one, so that the next is sampled."""
+        return self.ends_text and self.sequence.job.request.pooling is None
+
+    @property
+    def ends_text(self) -> bool:
         return self.context - len(self.drafts) == len(self.sequence.tokens)
 
     @property
@@ -323,7 +327,13 @@ class Row(Struct, frozen=True):
         return "decode" if self.start >= self.sequence.n_prompt else "prefill"
 
 
-Outcome = TokenChoice | tuple[TokenChoice, ...] | Exception | None
+class Pooled(Struct, frozen=True):
+    """All of a text that was to become a vector is computed."""
+
+    values: list[float]
+
+
+Outcome = TokenChoice | tuple[TokenChoice, ...] | Pooled | Exception | None
 
 
 class StepResult(Struct, frozen=True):
@@ -362,10 +372,12 @@ class Guesses(Struct, frozen=True):
 class Drafter(Protocol):
     """A second, smaller model. Used by the engine thread alone."""
 
-    costs: "CostModel"
-
     def draft(self, asked: SequenceOf[tuple[Sequence, int]]) -> list[Guesses]:
         """For each sequence at most so many tokens that may follow its own."""
+        ...
+
+    def guess_s(self, sequences: int) -> float:
+        """What one guess for each of so many takes, as modelled."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -387,6 +399,10 @@ class Runner(Protocol):
         """Compute the rows and sample where due. Raises whatever the device raises."""
         ...
 
+    def close(self) -> None:
+        """Give threads and memory back, after the last step."""
+        ...
+
 
 class Delta(Struct, frozen=True, kw_only=True):
     """What one step added to one choice."""
@@ -396,6 +412,13 @@ class Delta(Struct, frozen=True, kw_only=True):
     choices: tuple[TokenChoice, ...] = ()  # with logprobs asked: the tokens it came from
     prompt: tuple[TokenChoice, ...] = ()  # in a choice's first delta, if that was asked for
     finish: FinishReason | None = None
+
+
+class Vector(Struct, frozen=True):
+    """One text as a vector."""
+
+    index: int
+    values: list[float]
 
 
 class JobUsage(Struct, frozen=True, kw_only=True):
@@ -430,4 +453,4 @@ class Cancelled(Struct, frozen=True):
     """The terminal event after a cancel."""
 
 
-Output = Delta | Done | Failed | Cancelled
+Output = Delta | Vector | Done | Failed | Cancelled

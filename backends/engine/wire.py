@@ -18,12 +18,14 @@ from msgspec import Meta, Struct, structs
 
 from backends.engine import guided
 from backends.engine.chat import ChatTemplate, Message, ToolCall
+from backends.engine.embed import MAX_INPUTS, EmbedAsk, EmbeddingsBody
 from backends.engine.errors import RequestInvalid
 from backends.engine.guided import Constraint
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.toolcalls import MARKERS, Family
 from backends.engine.tools import NamedTool, ToolBody, ToolUse, tool_use
 from backends.engine.types import JobRequest, Sampling
+from backends.engine.weights import Pooling
 
 Surface = Literal["chat", "completions"]
 Unused = Any  # a field whose presence alone matters
@@ -182,6 +184,8 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     model: str
     context: int  # tokens of prompt and answer together
+    dimensions: int = 0  # of an embedding; 0: this engine gives none
+    pooling: Pooling = "mean"
 
 
 class Parser:
@@ -269,6 +273,33 @@ class Parser:
             ranked = structs.replace(ask.job.sampling, logprobs=body.logprobs or 0)
             ask = structs.replace(ask, best=wanted, job=structs.replace(ask.job, sampling=ranked))
         return ask
+
+    def embeddings(self, data: bytes, *, traceparent: str | None) -> EmbedAsk:
+        body = _decode(data, EmbeddingsBody)
+        self._check_model(body.model)
+        most = self._limits.dimensions
+        if body.dimensions is not None and body.dimensions > most:
+            raise RequestInvalid(f"this model gives {most} dimensions", param="dimensions")
+        inputs = self._prompts(body.input, "input", MAX_INPUTS)
+        texts = [self._prompt(text, "input") for text in inputs]
+        texts = [
+            tokens + list(self._tokenizer.suffix) if isinstance(given, str) and tokens else tokens
+            for given, tokens in zip(inputs, texts, strict=True)
+        ]
+        for tokens in texts:
+            self._room(len(tokens), None, "input")
+        return EmbedAsk(
+            job=JobRequest(
+                prompts=tuple(map(tuple, texts)),
+                max_tokens=(0,) * len(texts),
+                priority=body.priority or 0,
+                traceparent=traceparent,
+                model=body.model,
+                pooling=self._limits.pooling,
+            ),
+            encoding=body.encoding_format or "float",
+            dimensions=body.dimensions,
+        )
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
@@ -449,7 +480,9 @@ class Parser:
                 param,
             )
 
-    def _prompts(self, prompt: str | list[Any]) -> list[str | list[int]]:
+    def _prompts(
+        self, prompt: str | list[Any], param: str = "prompt", most: int = MAX_PROMPTS
+    ) -> list[str | list[int]]:
         """One of the four shapes: a text, texts, token ids, lists of token ids."""
         match prompt:
             case str():
@@ -460,18 +493,18 @@ class Parser:
                 prompts = prompt
             case _:
                 raise RequestInvalid(
-                    "prompt is a text, a list of texts, or token ids, and not empty",
-                    param="prompt",
+                    f"{param} is a text, a list of texts, or token ids, and not empty",
+                    param=param,
                 )
-        if len(prompts) > MAX_PROMPTS:
-            raise RequestInvalid(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
+        if len(prompts) > most:
+            raise RequestInvalid(f"more than {most} texts in one request", param=param)
         return prompts
 
-    def _prompt(self, prompt: str | list[int]) -> list[int]:
+    def _prompt(self, prompt: str | list[int], param: str = "prompt") -> list[int]:
         bos = [] if self._tokenizer.bos is None else [self._tokenizer.bos]
         match prompt:
             case str():
-                self._refuse_absurd(len(prompt), "prompt")
+                self._refuse_absurd(len(prompt), param)
                 tokens = self._tokenizer.encode(prompt)
                 return bos + tokens if tokens else []
             case list():
@@ -480,12 +513,12 @@ class Parser:
                     if not is_id or not 0 <= token < self._tokenizer.size:
                         raise RequestInvalid(
                             f"token ids are whole numbers from 0 to {self._tokenizer.size - 1}",
-                            param="prompt",
+                            param=param,
                         )
                 return prompt
             case _:
                 raise RequestInvalid(
-                    "prompts of one request are all texts or all token ids", param="prompt"
+                    f"texts of {param} are all texts or all token ids", param=param
                 )
 
 

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import getpass
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -23,8 +24,10 @@ import msgspec
 from msgspec import Struct
 
 from gateway.admins import Admins
-from gateway.errors import Conflict, GatewayError, NotFound
+from gateway.config import REFERENCE_RULE, ConfigInvalid, resolve
+from gateway.errors import Conflict, Forbidden, GatewayError, NotFound, Unauthenticated
 from gateway.keys import KeyRing, PepperInvalid, open_pepper
+from gateway.roles import Act, Principal
 from gateway.tenants import Key, Page, Tenant, Tenants
 from telemetry.clock import Clock, SystemClock
 from telemetry.database import DatabaseUrlInvalid
@@ -64,13 +67,35 @@ class BadInput(click.ClickException):
     exit_code = 2
 
 
+class Limited(Struct, frozen=True, kw_only=True):
+    """A command that is to do no more than an administrator's key may."""
+
+    key: str
+    area: str
+    act: Act
+
+    __repr__ = object.__repr__
+
+    async def principal(self, admins: Admins, clock: Clock) -> Principal:
+        """Raises Unauthenticated, Forbidden."""
+        now = datetime.fromtimestamp(clock.now_ns() / 1e9, UTC)
+        principal = await admins.identify(self.key, now)
+        principal.require(self.area, self.act)
+        if self.area == "audit":
+            principal.require_all()
+        return principal
+
+
 class Session:
     """One command's access to the store."""
 
-    def __init__(self, store: Store, *, actor: str, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, *, actor: str, clock: Clock, limited: Limited | None = None
+    ) -> None:
         self.actor = actor
         self.clock = clock
         self._store = store
+        self._limited = limited
 
     def run(self, work: Callable[[Tenants], Awaitable[T]]) -> T:
         """The result of `work` on an open store, which is closed afterwards."""
@@ -85,13 +110,17 @@ class Session:
             ring = KeyRing(newest, *self._store.older)
             tenants = Tenants.open(self._store.database, ring, self.clock)
             try:
-                return await work(tenants, Admins(tenants, ring))
+                admins = Admins(tenants, ring)
+                if self._limited is None:
+                    return await work(tenants, admins)
+                seen = tenants.seen_by(await self._limited.principal(admins, self.clock))
+                return await work(seen, Admins(seen, ring))
             finally:
                 await tenants.close()
 
         try:
             return asyncio.run(opened())
-        except (NotFound, Conflict) as error:
+        except (NotFound, Conflict, Forbidden, Unauthenticated) as error:
             raise Refused(error.message) from error
         except GatewayError as error:
             raise BadInput(error.message) from error
@@ -104,8 +133,15 @@ class Session:
 def with_session(
     command: Callable[Concatenate[Session, P], None],
 ) -> Callable[P, None]:
-    """Adds `--config`, and passes the open session first."""
+    """Adds `--config` and `--as`, and passes the open session first. What a command is about, and
+    whether it only reads, are its group's and its own name."""
 
+    @click.option(
+        "--as",
+        "as_admin",
+        metavar="REF",
+        help="Do no more than this administrator's key may: env:NAME or file:PATH.",
+    )
     @click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False),
@@ -118,10 +154,32 @@ def with_session(
     def wrapped(opener: StoreOpener, /, *args: P.args, **kwargs: P.kwargs) -> None:
         config = kwargs.pop("config")
         assert isinstance(config, Path)
-        session = Session(opener(config), actor=f"cli:{_user()}", clock=SystemClock())
+        as_admin = kwargs.pop("as_admin")
+        limited = None if as_admin is None else _limited(str(as_admin))
+        session = Session(
+            opener(config), actor=f"cli:{_user()}", clock=SystemClock(), limited=limited
+        )
         command(session, *args, **kwargs)
 
     return wrapped
+
+
+def _limited(reference: str) -> Limited:
+    try:
+        key = resolve(reference, os.environ)
+    except ConfigInvalid as error:
+        raise BadInput(f"--as: {error}") from error
+    if key == reference:
+        raise BadInput(f"--as: {REFERENCE_RULE}")
+    context = click.get_current_context()
+    assert context.parent is not None
+    area = context.parent.info_name or ""
+    is_reading = context.info_name in ("list", "show")
+    return Limited(
+        key=key,
+        area=area if area == "audit" else f"{area}s",
+        act="read" if is_reading else "write",
+    )
 
 
 def with_format(command: Callable[P, None]) -> Callable[P, None]:

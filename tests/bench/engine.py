@@ -61,7 +61,7 @@ class _Bench:
     def __init__(self) -> None:
         prepare_environment(os.environ)
         self.file = open_weights(BUNDLED_NAME)
-        self.words = tokenizer.from_gguf(self.file)
+        self.words = tokenizer.from_weights(self.file)
         self.one_core = os.environ.get("METERLINE_BENCH_ONE_CORE") == "1"
         self.threads = 1 if self.one_core else default_threads()
         self.now = time.process_time if self.one_core else time.perf_counter
@@ -82,6 +82,24 @@ class _Bench:
         return Rig(runner, self.words, rounds=rounds, by_cpu=is_alone)
 
 
+def _loading(b: _Bench) -> None:
+    """In a fresh process, the second of two: the file is in the page cache then."""
+    for _ in range(2):
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.bench.loading"], capture_output=True, check=True
+        )
+        found = json.loads(child.stdout)
+    b.table.figures(
+        [
+            Figure("load, file to first step", found["load_s"], "s"),
+            Figure("imports before it", found["import_s"], "s"),
+            Figure("resident, KV pool untouched", found["empty_gb"], "GB"),
+            Figure("resident, KV pool of 0.5 GB full", found["full_gb"], "GB"),
+        ],
+        "default",
+    )
+
+
 def run() -> Table:
     b = _Bench()
     parts: dict[str, Callable[[_Bench], None]] = {
@@ -96,6 +114,7 @@ def run() -> Table:
         "llama.cpp": _llama_cpp,
         "transformers": _transformers,
         "memory": _memory,
+        "loading": _loading,
     }
     asked = os.environ.get("METERLINE_BENCH_PARTS", ",".join(parts)).split(",")
     for name in asked:

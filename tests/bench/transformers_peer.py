@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from backends.engine.gguf import GgufFile
-from backends.engine.native.model import unpermuted
+from backends.engine.layout import unpermuted
 from backends.engine.shape import read_shape
 
 _NAMES = {
@@ -29,7 +29,7 @@ def load(file: GgufFile) -> Any:
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.feed_forward,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, max_position_embeddings=shape.context,
-        rms_norm_eps=shape.norm_epsilon, rope_theta=shape.rope_base,
+        rms_norm_eps=shape.norm_epsilon, rope_theta=shape.rope.base,
         head_dim=shape.head_dim, tie_word_embeddings="output.weight" not in file.tensors,
     )  # fmt: skip
     state: dict[str, torch.Tensor] = {}

@@ -41,6 +41,9 @@ class FakeRunner:
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         self.copies += pairs
 
+    def close(self) -> None:
+        self.is_closed = True
+
     def run(self, rows: SequenceOf[Row]) -> StepResult:
         self.steps.append([(row.sequence.job.job_id, row.start, row.count) for row in rows])
         return StepResult([self._choose(row) if row.needs_token else None for row in rows], 1_000)

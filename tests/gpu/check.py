@@ -26,6 +26,7 @@ from backends.engine.gpu.decoder import DeviceDecoder, random_parameters
 from backends.engine.gpu.runner import DeviceRunner, open_on
 from backends.engine.kv import BLOCK_TOKENS, blocks_for
 from backends.engine.roofline import Machine, decode_limit, prefill_limit
+from backends.engine.rope import Rope
 from backends.engine.shape import ModelShape
 from backends.engine.spans import discard
 from backends.engine.stops import StopMatcher
@@ -136,7 +137,7 @@ def smollm2(device: torch.device) -> Rows:
 
 QWEN3 = ModelShape(
     layers=28, hidden=1024, feed_forward=3072, heads=16, kv_heads=8, head_dim=128, vocab=151_936,
-    context=4096, rope_base=1_000_000.0, norm_epsilon=1e-6,
+    context=4096, rope=Rope(base=1_000_000.0), norm_epsilon=1e-6,
 )  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def qwen3(device: torch.device) -> Rows:
     is_cuda = device.type == "cuda"
     shape = QWEN3 if is_cuda else ModelShape(
         layers=2, hidden=64, feed_forward=128, heads=4, kv_heads=2, head_dim=32, vocab=300,
-        context=4096, rope_base=1e6, norm_epsilon=1e-6,
+        context=4096, rope=Rope(base=1e6), norm_epsilon=1e-6,
     )  # fmt: skip
     count, most = (256, 1024) if is_cuda else (4, 24)
     least = 100 if is_cuda else 4
@@ -161,7 +162,7 @@ def qwen3(device: torch.device) -> Rows:
     machine = machine_of(device)
     dtype = torch.bfloat16 if is_cuda else torch.float32
     parameters = random_parameters(shape, device=device, dtype=dtype)
-    decoder = DeviceDecoder(shape, parameters, kv_blocks=blocks, rope_base=shape.rope_base)
+    decoder = DeviceDecoder(shape, parameters, kv_blocks=blocks)
     runner = DeviceRunner(decoder, kv_blocks=blocks, digest="random")
     words = tokenizer.from_gguf(open_weights(BUNDLED_NAME))
 

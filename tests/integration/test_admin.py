@@ -468,6 +468,7 @@ EXPECTED: dict[str, tuple[set[str], set[str]]] = {  # area → who may read, who
     "limits": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin"}),
     "budgets": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin", "billing"}),
     "admins": ({"owner", "admin"}, {"owner"}),
+    "backends": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin"}),
     "audit": ({"owner", "admin", "billing"}, set()),
 }
 
@@ -671,3 +672,28 @@ def test_a_tree_is_made_and_moved_by_command(run: Run) -> None:
     lifted = facts(run("key", "change", key["id"], "--from", "all", "--format", "json"))
     assert (lifted["scopes"], lifted["ip_allow"]) == (["chat"], None)
     assert "lab/find" in run("key", "list").stdout
+
+
+def test_a_command_may_be_held_to_a_role(run: Run, tmp_path: Path) -> None:
+    """`--as`: the key's role and tenant hold, and the audit log has its name; a key in plain text
+    is refused."""
+    run("tenant", "create", "acme")
+    run("tenant", "create", "search", "--under", "acme")
+    run("tenant", "create", "globex")
+    made = facts(run("admin", "create", "bob", "--role", "member", "--tenant", "acme",
+                     "--format", "json"))  # fmt: skip
+    file = tmp_path / "bob"
+    file.write_text(made["key"])
+    bob = ("--as", f"file:{file}")
+    listed = run("tenant", "list", *bob).stdout
+    assert "acme/search" in listed and "globex" not in listed
+    assert run("key", "create", "search", *bob).exit_code == 0
+    assert run("key", "create", "globex", *bob).exit_code == 1
+    refused = run("tenant", "create", "x", "--under", "acme", *bob)
+    assert (refused.exit_code, "is for owner, admin" in refused.stderr) == (1, True)
+    assert run("audit", "list", *bob).exit_code == 1
+    assert run("tenant", "list", "--as", made["key"]).exit_code == 2
+    lines = facts(run("audit", "list", "--action", "key.create", "--format", "json"))
+    assert [line["actor"] for line in lines] == ["admin:bob"]
+    run("admin", "revoke", made["id"])
+    assert run("tenant", "list", *bob).exit_code == 1

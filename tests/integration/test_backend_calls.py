@@ -31,7 +31,7 @@ def to(server: ScriptedServer) -> Backend:
     settings = BackendSettings(
         name="up", kind="openai", base_url=server.base_url, allow_private=True
     )
-    return build(settings, None)
+    return build(settings, ())
 
 
 async def calls(backend: Backend, request: ChatRequest) -> float:

@@ -22,7 +22,7 @@ from tests.fakes.upstream import GOOD, ScriptedServer, scripted_server, upstream
 def backend_to(base_url: str, api_key: str | None = None) -> Backend:
     """The `openai` kind in front of it."""
     settings = BackendSettings(name="up", kind="openai", base_url=base_url, allow_private=True)
-    return build(settings, api_key)
+    return build(settings, () if api_key is None else (api_key,))
 
 
 @pytest.fixture(scope="module")

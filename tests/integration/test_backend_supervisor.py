@@ -19,7 +19,7 @@ from backends.engine.__main__ import main as engine_main
 from backends.engine.__main__ import settings_of
 from backends.openai_compat import EngineServer
 from backends.registry import build
-from backends.settings import BackendSettings, EngineSettings, Speculative
+from backends.settings import BackendSettings, EngineModel, EngineSettings, Speculative
 from backends.supervisor import (
     EngineProcess,
     EngineTelemetry,
@@ -66,7 +66,7 @@ def supervised(process: EngineProcess) -> Supervised:
     settings = BackendSettings(
         name="small", kind="engine", base_url=f"unix://{process.socket_path}"
     )
-    backend = build(settings, None)
+    backend = build(settings, ())
     assert isinstance(backend, EngineServer)
     return Supervised(backend, process)
 
@@ -274,7 +274,8 @@ def test_the_command_line_of_the_real_engine(tmp_path: Path) -> None:
     settings = EngineSettings(
         name="small", model="/m.gguf", device="cpu", dtype="float32", kernels="torch",
         prefix_cache=False, kv_memory_gb=0.25, max_batch_size=3, max_batch_tokens=65,
-        step_target_s=0.5, threads=2, tool_calls="mistral",
+        step_target_s=0.5, threads=2, tool_calls="mistral", weights="int8", when_asleep="wake",
+        models=[EngineModel(name="more", model="/e", dtype="float16", kv_memory_gb=0.1)],
         speculative=Speculative(
             method="draft_model", max_tokens=9, draft_model="/d.gguf", draft_dtype="float16"
         ),

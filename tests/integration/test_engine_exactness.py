@@ -149,7 +149,7 @@ def test_the_bits_of_the_logits_do_not_depend_on_company(
 def test_rounding_costs_no_quality(weights: GgufFile, words: Tokenizer, library: Library) -> None:
     """The gate: perplexity on a text of the repository within 1 % of unrounded arithmetic."""
     found = {}
-    for dtype in ("float32", "auto", "float16"):
+    for dtype in ("float32", "auto", "float16", "int8", "int4"):
         model = opened(weights, library, dtype)
         found[dtype] = perplexity(model, words)
         model.close()

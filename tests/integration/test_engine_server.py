@@ -512,3 +512,54 @@ def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     while path.exists():
         assert time.monotonic() < deadline, "the engine outlived its parent"
         time.sleep(0.05)
+
+
+def test_texts_become_vectors(client: openai.OpenAI) -> None:
+    """Embeddings have the real API's shape in both encodings, length 1, usage of the prompts only,
+    and lie closer for texts that mean the same."""
+    texts = ["a cat sat on the mat", "a kitten sat on a rug", "SELECT sum(x) FROM bills"]
+    answer = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    cat, kitten, bill = (item.embedding for item in answer.data)
+    assert sum(value * value for value in cat) == pytest.approx(1.0, abs=1e-5)
+
+    def alike(left: list[float], right: list[float]) -> float:
+        return sum(a * b for a, b in zip(left, right, strict=True))
+
+    assert alike(cat, kitten) > alike(cat, bill)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 15
+    meter = answer.usage.model_dump()["meterline"]
+    assert meter["device_us"]["prefill"] > 0
+    assert meter["device_us"]["decode"] == meter["device_us"]["sampling"] == 0
+    packed = client.embeddings.create(model=MODEL, input=texts[0], encoding_format="base64")
+    same = client.embeddings.create(model=MODEL, input=texts[0])  # the client unpacks it
+    assert same.data[0].embedding == pytest.approx(cat, abs=1e-5)
+    assert isinstance(packed.data[0].embedding, str)
+    short = client.embeddings.create(model=MODEL, input=texts[0], dimensions=64)
+    assert len(short.data[0].embedding) == 64
+    assert alike(short.data[0].embedding, short.data[0].embedding) == pytest.approx(1.0, abs=1e-5)
+    for wrong in ({"input": []}, {"input": [""]}, {"input": [[1 << 20]]}, {"dimensions": 577}):
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(**{"model": MODEL, "input": "a", **wrong})  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_private_socket_serves_two_models_and_swaps_one(tmp_path: Path) -> None:
+    """The process as the gateway starts it: a further model, the admin's routes on the Unix socket,
+    a drain at the end."""
+    one, two = (tiny_llama(tmp_path / f"{name}.gguf", seed=n) for n, name in enumerate("ab"))
+    path = tmp_path / "engine.sock"
+    also = json.dumps({"name": "second", "model": str(two)})
+    process = start("--uds", str(path), "--model", str(one), "--also", also, "--kernels", "torch",
+                    "--kv-memory-gb", "0.01")  # fmt: skip
+    try:
+        assert address_of(process) == f"unix://{path}"
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://engine", timeout=60) as client:
+            body = {"model": "second", "prompt": "the", "max_tokens": 3, "temperature": 0}
+            assert client.post("/v1/completions", json=body).json()["model"] == "second"
+            swapped = client.post("/admin/models/second/swap", json={"model": str(one)}).json()
+            assert (swapped["version"], swapped["state"]) == (2, "ready")
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert client.get("/health").json()["models"] == {"a": "ready", "second": "ready"}
+    finally:
+        assert stop(process) == 0

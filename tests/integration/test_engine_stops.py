@@ -313,9 +313,9 @@ async def test_only_our_engine_is_asked_to_stop(running: Running) -> None:
     """A vendor has no such route; a cancel that finds nobody is False and raises nothing."""
     assert isinstance(running.service.engines["local"], Cancellable)
     assert not await running.service.engines["local"].cancel("nobody")
-    vendor = build(BackendSettings(name="v", kind="openai", base_url="https://up.test/v1"), None)
+    vendor = build(BackendSettings(name="v", kind="openai", base_url="https://up.test/v1"), ())
     assert not isinstance(vendor, Cancellable)
-    gone = build(BackendSettings(name="e", kind="engine", base_url="unix:///nowhere.sock"), None)
+    gone = build(BackendSettings(name="e", kind="engine", base_url="unix:///nowhere.sock"), ())
     assert isinstance(gone, Cancellable)
     assert not await gone.cancel("any")
     for backend in (vendor, gone):

@@ -4,6 +4,8 @@ sees, a row for each attempt, the circuit that opens, the deadline, and nothing 
 import asyncio
 import contextlib
 import json
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from gateway.health import FAULTS, Fault, State
 from gateway.routing import Target
 from telemetry.record import Outcome, RequestRecord
 from tests.fakes.gateway import Harness, backend, error_of, events_of, route, running
-from tests.fakes.upstream import CUT, STALL, Step, Upstream, delta, event, head, piece, whole
+from tests.fakes.upstream import CUT, RESET, STALL, Step, Upstream, delta, event, head, piece, whole
 from tests.services import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,6 +61,7 @@ def status(number: int, **headers: str) -> tuple[Sequence[Step], Sequence[Step]]
 
 FAILING = {
     "connect refused": Failing(None, 502, "upstream_unavailable"),
+    "TLS wrong": Failing(None, 502, "upstream_unavailable"),
     "401": Failing(status(401), 502, "upstream_auth", fault="credential"),
     "402": Failing(status(402), 502, "upstream_auth", fault="credential"),
     "429": Failing(
@@ -79,6 +82,37 @@ FAILING = {
         504,
         "upstream_timeout",
         Outcome.TIMEOUT,
+    ),
+    "stall in the middle": Failing(
+        (
+            (WHOLE_HEAD, piece(b'{"choices":[{"index":0,"message":{"content":"Hel'), STALL),
+            (head(), piece(b": waiting\n\n"), piece(event(delta("")) + b"data: {"), STALL),
+        ),
+        504,
+        "upstream_timeout",
+        Outcome.TIMEOUT,
+    ),
+    "stall at once": Failing(((STALL,), (STALL,)), 504, "upstream_timeout", Outcome.TIMEOUT),
+    "error after the first events": Failing(
+        (
+            whole({"error": {"message": "m", "type": "server_error"}}),
+            (
+                head(),
+                piece(event(delta(""))),
+                piece(event({"error": {"message": "m", "type": "server_error"}})),
+            ),
+        ),
+        502,
+        "upstream_failed",
+    ),
+    "done without a word": Failing(
+        (
+            whole({"choices": []}),
+            (head(), piece(event(delta(""))), piece(event(b"[DONE]")), b"0\r\n\r\n"),
+        ),
+        502,
+        "upstream_truncated",
+        Outcome.TRUNCATED,
     ),
     "cut before content": Failing(
         ((WHOLE_HEAD, piece(b'{"cho'), CUT), (head(), piece(event(delta(""))), CUT)),
@@ -134,9 +168,33 @@ def opened(fault: Fault | None) -> dict[Fault, State]:
     return {one: State.OPEN if one == fault else State.CLOSED for one in FAULTS}
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    """Of a server that nobody vouches for."""
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", folder / "k.pem", "-out", folder / "c.pem", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "c.pem", folder / "k.pem")
+    return context
+
+
 @contextlib.asynccontextmanager
-async def upstream_of(failing: Failing, *, stream: bool) -> AsyncIterator[tuple[str, Upstream]]:
+async def upstream_of(
+    failing: Failing, certificate: ssl.SSLContext | None = None, *, stream: bool
+) -> AsyncIterator[tuple[str, Upstream]]:
     """The failing upstream and its URL."""
+    if failing.steps is None and certificate is not None:
+        upstream = Upstream(whole({}))
+        server = await asyncio.start_server(upstream._serve, "127.0.0.1", 0, ssl=certificate)
+        async with server:
+            yield f"https://localhost:{server.sockets[0].getsockname()[1]}/v1", upstream
+        return
     if failing.steps is None:
         yield f"http://127.0.0.1:{free_port()}/v1", Upstream(())
         return
@@ -148,13 +206,18 @@ async def upstream_of(failing: Failing, *, stream: bool) -> AsyncIterator[tuple[
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", FAILING)
 async def test_a_failure_before_content(
-    gateway: Harness, name: str, stream: bool, has_fallback: bool
+    gateway: Harness,
+    certificate: ssl.SSLContext,
+    name: str,
+    stream: bool,
+    has_fallback: bool,
 ) -> None:
     """Another backend answers as if nothing had been; without one the client is told what it was.
     Either way its circuit is open afterwards, and the next request does not go there."""
     failing = FAILING[name]
     gateway.play(GOOD)
-    async with upstream_of(failing, stream=stream) as (bad_url, upstream):
+    tls = certificate if name == "TLS wrong" else None
+    async with upstream_of(failing, tls, stream=stream) as (bad_url, upstream):
         names = ("bad", "good") if has_fallback else ("bad",)
         gateway.configure(tables(bad_url, gateway, *names) + ONE_FAILURE)
         before = len(gateway.settled)
@@ -191,7 +254,7 @@ async def test_a_failure_before_content(
 
 
 @pytest.mark.parametrize("has_fallback", [True, False], ids=["fallback", "alone"])
-@pytest.mark.parametrize("ending", ["cut", "stall", "error event"])
+@pytest.mark.parametrize("ending", ["cut", "stall", "error event", "garbage", "done", "reset"])
 async def test_a_failure_after_content(gateway: Harness, ending: str, has_fallback: bool) -> None:
     """Text that was sent is never sent again: the stream ends with an error and without [DONE],
     whatever else there is and however many attempts are left. The circuit hears of it."""
@@ -199,15 +262,22 @@ async def test_a_failure_after_content(gateway: Harness, ending: str, has_fallba
         "cut": CUT,
         "stall": STALL,
         "error event": piece(event({"error": {"message": "m"}})),
+        "garbage": piece(b"data: {garbage\n\n"),
+        "done": piece(event(b"[DONE]")) + b"0\r\n\r\n",
+        "reset": RESET,
     }
     gateway.play(GOOD)
     async with Upstream((head(), piece(event(delta("Hel"))), end[ending])) as upstream:
         names = ("bad", "good") if has_fallback else ("bad",)
         gateway.configure(tables(upstream.base_url, gateway, *names, attempts=5) + ONE_FAILURE)
         before = len(gateway.settled)
+        began = time.monotonic()
         answer = await ask(gateway, stream=True)
+        assert time.monotonic() - began < 3
         record = await settled(gateway, before)
         assert answer.status_code == 200
+        assert record.outcome in (Outcome.TRUNCATED, Outcome.TIMEOUT, Outcome.UPSTREAM_ERROR)
+        assert (record.outcome is Outcome.TRUNCATED) == (ending in ("cut", "done", "reset"))
         *texts, error = [one for one in events_of(answer.text) if not one.startswith(":")]
         assert json.loads(error)["error"]["code"].startswith("upstream_")
         assert [json.loads(text)["choices"][0]["delta"]["content"] for text in texts] == ["Hel"]
@@ -317,6 +387,28 @@ async def test_a_backend_that_recovers_is_found(gateway: Harness) -> None:
     assert sorted(answer.status_code for answer in answers).count(200) >= 1
     assert (await ask(gateway, stream=False)).status_code == 200
     assert states(gateway, "good") == opened(None)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_clients_own_timeout_ends_it(gateway: Harness, stream: bool) -> None:
+    """All attempts together end before the client has given up; the backend is not to blame."""
+    slow = "timeouts = { connect_s = 5, first_token_s = 30, inter_token_s = 30, total_s = 30 }"
+    async with Upstream((STALL,)) as upstream:
+        gateway.configure(
+            backend("bad", upstream.base_url, more=slow)
+            + backend("good", upstream.base_url, more=slow)
+            + route("m", "bad", "good")
+            + ONE_FAILURE
+        )
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+        headers = gateway.auth | {"x-stainless-timeout": "0.5"}
+        began = time.monotonic()
+        answer = await gateway.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert time.monotonic() - began < 5
+        assert answer.status_code == 504
+        assert len(upstream.received) == 1
+        assert "x-stainless-timeout" not in upstream.received[0].headers
+        assert states(gateway, "bad") == opened(None)
 
 
 # --- capability -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from gateway import probes
 from gateway.app import open_service
 from gateway.config import load
 from telemetry import logs
@@ -120,8 +121,9 @@ def logged(path: Path) -> Iterator[None]:
 def test_calls_per_request_and_chunk(
     tmp_path: Path, upstream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither grows unnoticed. The ledger's batches to the database are apart: they come by time,
-    not by request."""
+    """Neither grows unnoticed. The ledger's batches to the database and the look for drains are
+    apart: they come by time, not by request."""
+    monkeypatch.setattr(probes, "DRAINS_EVERY_S", 3600.0)
     monkeypatch.setattr(worker, "SHIP_EVERY_S", 3600.0)
     monkeypatch.setattr(worker, "LEAD_EVERY_S", 3600.0)
     with logged(tmp_path / "log"), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

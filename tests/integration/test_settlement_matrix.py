@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from backends.base import ChatRequest, Event, Timeouts
 from backends.settings import Script
-from gateway.dispatch import Upstream as GatewayUpstream
+from gateway.upstreams import Upstream as GatewayUpstream
 from telemetry.record import Outcome, RequestRecord
 from telemetry.tracing import spans_of
 from telemetry.usage import UsageSource

@@ -105,7 +105,7 @@ async def test_the_migration_makes_what_the_models_say(database_url: str) -> Non
     import importlib
 
     names = (
-        *("0001_tenants", "0003_limits", "0005_responses"),
+        *("0001_tenants", "0003_limits", "0005_responses", "0006_drains"),
         *("0008_tenant_tree", "0008b_key_bounds", "0008c_admins", "0009_budget_downgrade"),
     )
     revisions = [importlib.import_module(f"migrations.versions.{name}") for name in names]

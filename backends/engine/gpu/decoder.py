@@ -14,12 +14,15 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from backends.engine.gpu.attention import Attention, Places, choose
 from backends.engine.kv import BLOCK_TOKENS, blocks_for
+from backends.engine.rope import amplitude, frequencies
 from backends.engine.shape import ModelShape
 from backends.engine.types import Row
 
@@ -78,9 +81,7 @@ def random_parameters(
 class DeviceDecoder:
     """Implements `runner.Decoder`. Not safe for two threads."""
 
-    def __init__(
-        self, shape: ModelShape, parameters: Parameters, *, kv_blocks: int, rope_base: float
-    ) -> None:
+    def __init__(self, shape: ModelShape, parameters: Parameters, *, kv_blocks: int) -> None:
         self.shape = shape
         table = parameters.embedding
         self.device, self.dtype = table.device, table.dtype
@@ -95,8 +96,10 @@ class DeviceDecoder:
         pool = (shape.layers, kv_blocks + 1, shape.kv_heads, BLOCK_TOKENS, shape.head_dim)
         self._keys = torch.zeros(pool, device=self.device, dtype=self.dtype)
         self._values = torch.zeros_like(self._keys)
-        exponent = torch.arange(0, shape.head_dim, 2, device=self.device) / shape.head_dim
-        self._frequencies = 1.0 / rope_base**exponent
+        turning = torch.from_numpy(frequencies(shape.rope, shape.head_dim))
+        self._frequencies = turning.to(self.device)
+        self._amplitude = amplitude(shape.rope)
+        self._hidden = torch.empty(0, shape.hidden, device=self.device, dtype=self.dtype)
         self._graphs = _Graphs(self, kv_blocks) if self.device.type == "cuda" else None
 
     def copy_block(self, source: int, target: int) -> None:
@@ -107,7 +110,8 @@ class DeviceDecoder:
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int]]:
         """(rows that a sample is due for, V) fp32 on the device, and their best ids (-1: the row
         holds something that is no number)."""
-        if self._graphs is not None:
+        keeps_states = any(row.sequence.job.request.pooling is not None for row in rows)
+        if self._graphs is not None and not keeps_states:
             found = self._graphs.step(rows)
             if found is not None:
                 return found
@@ -130,13 +134,22 @@ class DeviceDecoder:
         logits, best = self.compute(tokens, positions.to(self.device), places, at)
         return logits, best.tolist()
 
+    @torch.inference_mode()
+    def states(self, tokens: range) -> NDArray[np.float32]:
+        """Of those tokens of the last step, normalised as before the head."""
+        mine = self._hidden[tokens.start : tokens.stop]
+        normalised = self._normalised(mine, self._parameters.norm)
+        found: NDArray[np.float32] = normalised.float().cpu().numpy()
+        return found
+
     def compute(
         self, tokens: torch.Tensor, positions: torch.Tensor, places: Places, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole step; nothing in it waits for the device."""
         heads, kv_heads, size = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         angles = positions[:, None].float() * self._frequencies
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # (T, 1, D / 2)
+        cos = angles.cos()[:, None] * self._amplitude  # (T, 1, D / 2)
+        sin = angles.sin()[:, None] * self._amplitude
         targets = places.targets(kv_heads)
         x = embedding(tokens, self._parameters.embedding)
         for number, layer in enumerate(self._parameters.layers):
@@ -152,6 +165,7 @@ class DeviceDecoder:
             x = x + linear(attended.reshape(len(x), -1), layer.output)
             gate, up = linear(self._normalised(x, layer.feed_norm), layer.gate_up).chunk(2, -1)
             x = x + linear(silu(gate) * up, layer.down)
+        self._hidden = x
         last = self._normalised(x[wanted], self._parameters.norm)
         logits = linear(last, self._parameters.head).float()
         finite = torch.isfinite(logits).all(-1)

@@ -12,12 +12,12 @@ import torch
 from msgspec import structs
 
 from backends.engine.errors import StartFailed
-from backends.engine.gguf import GgufFile
 from backends.engine.gpu.decoder import DeviceDecoder, Layer, Parameters
-from backends.engine.native.model import unpermuted
+from backends.engine.layout import arranged
 from backends.engine.runner import facts_of, step_of
 from backends.engine.shape import read_shape
 from backends.engine.types import Drafter, Row, StepResult
+from backends.engine.weights import Weights
 
 
 class DeviceRunner:
@@ -40,33 +40,42 @@ class DeviceRunner:
         for source, target in pairs:
             self.decoder.copy_block(source, target)
 
+    def close(self) -> None:
+        """Its memory is freed with its tensors."""
+
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> StepResult:
         return step_of(self.decoder, rows)
 
 
-def open_on(file: GgufFile, device: str, dtype: torch.dtype, *, kv_blocks: int) -> DeviceRunner:
+def open_on(file: Weights, device: str, dtype: torch.dtype, *, kv_blocks: int) -> DeviceRunner:
     """Raises StartFailed where there is no such device, or too little memory on it."""
     if device == "cuda" and not torch.cuda.is_available():
         raise StartFailed("device = cuda: this torch sees no GPU; use cpu or auto")
     shape = read_shape(file)
+    has_more = shape.has_qkv_bias or shape.has_output_bias or shape.has_head_norm
+    if has_more or shape.still_layers:
+        raise StartFailed(
+            "device = cuda computes models of Llama's plain form only: biases, norms of heads and "
+            "layers without rotation need device = cpu"
+        )
     try:
         parameters = _parameters(file, torch.device(device), dtype)
-        decoder = DeviceDecoder(shape, parameters, kv_blocks=kv_blocks, rope_base=shape.rope_base)
+        decoder = DeviceDecoder(shape, parameters, kv_blocks=kv_blocks)
     except torch.OutOfMemoryError as error:
         raise StartFailed(
             "the GPU has too little memory for the weights and the KV pool: lower kv_memory_gb"
         ) from error
-    return DeviceRunner(decoder, kv_blocks=kv_blocks, digest=file.header_digest)
+    return DeviceRunner(decoder, kv_blocks=kv_blocks, digest=file.digest)
 
 
-def _parameters(file: GgufFile, device: torch.device, dtype: torch.dtype) -> Parameters:
+def _parameters(file: Weights, device: torch.device, dtype: torch.dtype) -> Parameters:
     shape = read_shape(file)
 
     def read(name: str, heads: int | None = None) -> torch.Tensor:
         values = file.tensor(name)
         if heads is not None:
-            values = unpermuted(values, heads)
+            values = arranged(values, shape, heads)
         return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
 
     def layer(number: int) -> Layer:
@@ -87,7 +96,7 @@ def _parameters(file: GgufFile, device: torch.device, dtype: torch.dtype) -> Par
         )  # fmt: skip
 
     table = read("token_embd.weight")
-    head = table if "output.weight" not in file.tensors else read("output.weight")
+    head = table if file.kind("output.weight") is None else read("output.weight")
     return Parameters(
         table, [layer(i) for i in range(shape.layers)], read("output_norm.weight"), head
     )

@@ -56,7 +56,9 @@ class WeightStruct(Structure):
 
 class LayerStruct(Structure):
     _fields_ = (
-        ("attention_norm", c_void_p), ("feed_norm", c_void_p), ("qkv", WeightStruct),
+        ("attention_norm", c_void_p), ("feed_norm", c_void_p), ("qkv_bias", c_void_p),
+        ("output_bias", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("rotates", c_int32), ("qkv", WeightStruct),
         ("output", WeightStruct), ("gate_up", WeightStruct), ("down", WeightStruct),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Llama family's decoder as one compiled call per step.
+"""The decoder of the Llama, Qwen and SmolLM families as one compiled call per step.
 
 The numbers of a token do not depend on what else is computed in the step, on chunks, threads or
 blocks: see `step.cpp`. With dtype `auto` the weights are the file's own 4- and 8-bit numbers, and
@@ -7,13 +7,13 @@ rounded and greedy text equals that of transformers.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.engine.gguf import GgufFile
 from backends.engine.kv import BLOCK_TOKENS, blocks_for
+from backends.engine.layout import arranged, qkv_biases
 from backends.engine.native.library import (
     ConfigStruct,
     LayerStruct,
@@ -23,8 +23,10 @@ from backends.engine.native.library import (
     WeightStruct,
 )
 from backends.engine.native.packing import FORMAT_NAMES, Array, Dtype, Packed, Part, pack
+from backends.engine.rope import angles
 from backends.engine.shape import ModelShape, read_shape
 from backends.engine.types import Row
+from backends.engine.weights import Weights
 
 _GROUP = 32
 
@@ -33,29 +35,48 @@ class NativeModel:
     """Weights and the KV pool. Not safe for two threads; `close` ends its own threads."""
 
     def __init__(
-        self, file: GgufFile, library: Library, *, kv_blocks: int, threads: int, dtype: Dtype
+        self,
+        weights: Weights,
+        library: Library,
+        *,
+        kv_blocks: int,
+        threads: int,
+        dtype: Dtype,
+        progress: Callable[[float], None] = lambda part: None,
     ) -> None:
-        self.shape = shape = read_shape(file)
+        self.shape = shape = read_shape(weights)
         check_shape(shape)
         self._library = library
         self._kept: list[Array] = []  # what the C++ side points to
         table = (shape.vocab, shape.hidden)
-        self._embedding = file.rows("token_embd.weight", table)
-        packed = [_layer(file, shape, number, dtype) for number in range(shape.layers)]
-        is_tied = "output.weight" not in file.tensors
-        head = pack(file, [Part("token_embd.weight" if is_tied else "output.weight", table)], dtype)
+        self._embedding = weights.rows("token_embd.weight", table)
+        packed = []
+        for number in range(shape.layers):
+            packed.append(_layer(weights, shape, number, dtype))
+            progress(packed_part(shape, number + 1))
+        is_tied = weights.kind("output.weight") is None
+        # Every logit depends on its row of the head alone: 4 bits are too few there.
+        head = pack(
+            weights,
+            [Part("token_embd.weight" if is_tied else "output.weight", table)],
+            "int8" if dtype == "int4" else dtype,
+        )
         self.formats = sorted(
             {FORMAT_NAMES[p.format] for layer in packed for p in layer[1:]}
             | {FORMAT_NAMES[head.format]}
         )
         self.weight_bytes = head.nbytes + sum(p.nbytes for layer in packed for p in layer[1:])
         layers = (LayerStruct * shape.layers)()
-        for number, (norms, *weights) in enumerate(packed):
+        for number, (vectors, *matrices) in enumerate(packed):
             layers[number] = LayerStruct(
-                self._pointer(norms[0]), self._pointer(norms[1]), *map(self._weight, weights)
+                *(None if vector is None else self._pointer(vector) for vector in vectors),
+                number not in shape.still_layers,
+                *map(self._weight, matrices),
             )
+        self._norm = weights.tensor("output_norm.weight", (shape.hidden,))
         pool = shape.layers * kv_blocks * shape.kv_heads * shape.head_dim * BLOCK_TOKENS
-        cosines, sines = _angles(shape)
+        positions = min(shape.context, kv_blocks * BLOCK_TOKENS)  # more can never be computed
+        cosines, sines = angles(shape.rope, shape.head_dim, positions)
         self._config = ConfigStruct(
             layers=shape.layers,
             hidden=shape.hidden,
@@ -68,7 +89,7 @@ class NativeModel:
             threads=threads,
             epsilon=shape.norm_epsilon,
             layer=layers,
-            norm=self._pointer(file.tensor("output_norm.weight", (shape.hidden,))),
+            norm=self._pointer(self._norm),
             head=self._weight(head),
             cosines=self._pointer(cosines),
             sines=self._pointer(sines),
@@ -77,7 +98,9 @@ class NativeModel:
             values=self._pointer(np.empty(pool, np.float32)),
         )
         self._layers = layers
+        self.hidden = np.empty((0, shape.hidden), np.float32)
         self._logits = np.empty((0, shape.vocab), np.float32)
+        progress(1.0)
         self._handle: int | None = library.open(ctypes.byref(self._config))
 
     def logits(self, rows: Sequence[Row]) -> tuple[NDArray[np.float32], list[int]]:
@@ -104,7 +127,16 @@ class NativeModel:
             *(array.ctypes.data for array in arrays), self._logits.ctypes.data, best.ctypes.data,
         )  # fmt: skip
         self._library.step(self._handle, ctypes.byref(step))
+        self.hidden = x
         return self._logits[: len(wanted)], best.tolist()
+
+    def states(self, tokens: range) -> NDArray[np.float32]:
+        """Of those tokens of the last step, normalised as before the head."""
+        x = self.hidden[tokens.start : tokens.stop]
+        mean = np.square(x.astype(np.float64)).mean(axis=1, keepdims=True)
+        wide = x / np.sqrt(mean + self.shape.norm_epsilon) * self._norm
+        result: NDArray[np.float32] = wide.astype(np.float32)
+        return result
 
     def copy_block(self, source: int, target: int) -> None:
         """Keys and values of all layers."""
@@ -125,6 +157,12 @@ class NativeModel:
         return weight_struct(packed)
 
 
+def packed_part(shape: ModelShape, layers: int) -> float:
+    """How much of the parameters so many layers are."""
+    body = shape.body_params * layers / shape.layers
+    return body / (shape.body_params + shape.head_params)
+
+
 def check_shape(shape: ModelShape) -> None:
     """Raises Unavailable for a model that does not come in whole groups."""
     for size in (shape.hidden, shape.feed_forward, shape.head_dim):
@@ -142,15 +180,15 @@ def weight_struct(packed: Packed) -> WeightStruct:
 
 
 def _layer(
-    file: GgufFile, shape: ModelShape, number: int, dtype: Dtype
-) -> tuple[tuple[Array, Array], Packed, Packed, Packed, Packed]:
-    """The two norms; qkv, output, gate and up, down."""
+    weights: Weights, shape: ModelShape, number: int, dtype: Dtype
+) -> tuple[tuple[Array | None, ...], Packed, Packed, Packed, Packed]:
+    """The vectors in the order of `LayerStruct`; qkv, output, gate and up, down."""
     queries = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     hidden, feed_forward = shape.hidden, shape.feed_forward
 
     def part(name: str, rows: int, columns: int, heads: int | None = None) -> Part:
-        arrange = None if heads is None else lambda values: unpermuted(values, heads)
+        arrange = None if heads is None else lambda values: arranged(values, shape, heads)
         return Part(f"blk.{number}.{name}.weight", (rows, columns), arrange)
 
     qkv = [
@@ -161,28 +199,21 @@ def _layer(
     gate_up = [part("ffn_gate", feed_forward, hidden), part("ffn_up", feed_forward, hidden)]
     # 32 rows of the gate, the 32 of the way up, and so on: a task multiplies one with the other.
     order = np.arange(2 * feed_forward).reshape(2, -1, _GROUP).swapaxes(0, 1).reshape(-1)
+
+    def vector(name: str, size: int, *, is_there: bool = True) -> Array | None:
+        return weights.tensor(f"blk.{number}.{name}", (size,)) if is_there else None
+
     return (
         (
-            file.tensor(f"blk.{number}.attn_norm.weight", (hidden,)),
-            file.tensor(f"blk.{number}.ffn_norm.weight", (hidden,)),
+            vector("attn_norm.weight", hidden),
+            vector("ffn_norm.weight", hidden),
+            qkv_biases(weights, shape, number) if shape.has_qkv_bias else None,
+            vector("attn_output.bias", hidden, is_there=shape.has_output_bias),
+            vector("attn_q_norm.weight", shape.head_dim, is_there=shape.has_head_norm),
+            vector("attn_k_norm.weight", shape.head_dim, is_there=shape.has_head_norm),
         ),
-        pack(file, qkv, dtype),
-        pack(file, [part("attn_output", hidden, queries)], dtype),
-        pack(file, gate_up, dtype, order),
-        pack(file, [part("ffn_down", hidden, feed_forward)], dtype),
+        pack(weights, qkv, dtype),
+        pack(weights, [part("attn_output", hidden, queries)], dtype),
+        pack(weights, gate_up, dtype, order),
+        pack(weights, [part("ffn_down", hidden, feed_forward)], dtype),
     )
-
-
-def unpermuted(rows: Array, heads: int) -> Array:
-    """GGUF stores the rows of a head in pairs (x0, x_{D/2}, x1, …) for its own rotary kernel; we
-    rotate halves, as transformers does."""
-    paired = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def _angles(shape: ModelShape) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(positions, D / 2) cosines and sines."""
-    exponent = np.arange(0, shape.head_dim, 2, dtype=np.float32) / np.float32(shape.head_dim)
-    frequencies = np.float32(1.0) / np.float32(shape.rope_base) ** exponent
-    angles = np.arange(shape.context, dtype=np.float32)[:, None] * frequencies
-    return np.cos(angles), np.sin(angles)

@@ -1,4 +1,4 @@
-// One whole step of a Llama-family decoder on an x86 CPU with AVX2, FMA and F16C: from embeddings
+// One whole step of a decoder of the Llama, Qwen and SmolLM families on an x86 CPU with AVX2, FMA and F16C: from embeddings
 // to logits, over the paged KV pool. Called through ctypes (`library.py`), used by one thread.
 //
 // Every number of a token depends on that token's own history alone, in an order that is fixed by
@@ -45,6 +45,8 @@ struct Weight {
 
 struct Layer {
   const float *attention_norm, *feed_norm;
+  const float *qkv_bias, *output_bias, *query_norm, *key_norm;  // null: it has none
+  int32_t rotates;
   Weight qkv, output, gate_up, down;
 };
 
@@ -518,7 +520,7 @@ class Model {
         attend(number, tasks_[i / c_.kv_heads], i % c_.kv_heads);
       });
       share_tiles(phase + 3, hidden / kWide, rows, [&](int tile, int row, int count) {
-        add(layer.output, tile, attended_, row, count, scratch);
+        add(layer.output, layer.output_bias, tile, attended_, row, count, scratch);
       });
       share(phase + 4, rows, [&](int row) {
         normalise(normalised_, layer.gate_up.format, row, row, layer.feed_norm);
@@ -527,7 +529,7 @@ class Model {
         gate(layer, group, row, count, scratch);
       });
       share_tiles(phase + 6, hidden / kWide, rows, [&](int tile, int row, int count) {
-        add(layer.down, tile, gated_, row, count, scratch);
+        add(layer.down, nullptr, tile, gated_, row, count, scratch);
       });
     }
     const int phase = c_.layers * kPhases, vocab = c_.vocab;
@@ -556,11 +558,16 @@ class Model {
   void project(int number, int head, int row, int count, float* scratch) {
     const int size = c_.head_dim, half = size / 2;
     const int tiles = size / kWide;
-    multiply(layers_[number].qkv, head * tiles, tiles, normalised_, row, count, scratch, size);
+    const Layer& layer = layers_[number];
+    multiply(layer.qkv, head * tiles, tiles, normalised_, row, count, scratch, size);
     for (int r = 0; r < count; ++r) {
       float* value = scratch + r * size;
       const Place place = places_[row + r];
-      if (head < c_.heads + c_.kv_heads) {
+      if (layer.qkv_bias)
+        for (int i = 0; i < size; ++i) value[i] += layer.qkv_bias[head * size + i];
+      if (layer.query_norm && head < c_.heads + c_.kv_heads)
+        normalise_head(value, head < c_.heads ? layer.query_norm : layer.key_norm);
+      if (layer.rotates && head < c_.heads + c_.kv_heads) {
         const float* cosine = c_.cosines + static_cast<size_t>(place.position) * half;
         const float* sine = c_.sines + static_cast<size_t>(place.position) * half;
         for (int i = 0; i < half; ++i) {
@@ -582,6 +589,17 @@ class Model {
         std::memcpy(block + slot * size, value, size * sizeof(float));
       }
     }
+  }
+
+  void normalise_head(float* value, const float* weight) const {
+    __m256 squares = _mm256_setzero_ps();
+    for (int i = 0; i < c_.head_dim; i += 8) {
+      const __m256 v = _mm256_loadu_ps(value + i);
+      squares = _mm256_fmadd_ps(v, v, squares);
+    }
+    const float mean = sum(squares) / static_cast<float>(c_.head_dim);
+    const float scale = 1.0f / std::sqrt(mean + c_.epsilon);
+    for (int i = 0; i < c_.head_dim; ++i) value[i] = value[i] * scale * weight[i];
   }
 
   void attend(int number, const Task& task, int kv_head) {
@@ -644,9 +662,12 @@ class Model {
   }
 
   // x += tile of a linear layer.
-  void add(const Weight& weight, int tile, const Input& in, int row, int count, float* scratch) {
+  void add(const Weight& weight, const float* bias, int tile, const Input& in, int row, int count,
+           float* scratch) {
     multiply(weight, tile, 1, in, row, count, scratch, kWide);
     for (int r = 0; r < count; ++r) {
+      if (bias)
+        for (int i = 0; i < kWide; ++i) scratch[r * kWide + i] += bias[tile * kWide + i];
       float* x = step_->x + static_cast<size_t>(row + r) * c_.hidden + tile * kWide;
       for (int i = 0; i < kWide; i += 8)
         _mm256_storeu_ps(x + i, _mm256_add_ps(_mm256_loadu_ps(x + i),

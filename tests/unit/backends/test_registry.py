@@ -40,7 +40,7 @@ from tests.fakes.requests import ask, asking, final_of
 )
 async def test_each_kind(settings: BackendSettings, kind: type, provider: str) -> None:
     """The kind decides the class, the table may name whose prices apply."""
-    backend = build(settings, "sk-1")
+    backend = build(settings, ("sk-1",))
     assert type(backend) is kind
     assert (backend.name, backend.provider) == ("a", provider)
     await backend.aclose()
@@ -50,12 +50,12 @@ async def test_each_kind(settings: BackendSettings, kind: type, provider: str) -
 def test_a_table_that_cannot_work(base_url: str | None) -> None:
     """The mistake is named when the backend is built, not at the first request."""
     with pytest.raises(ValueError, match="base_url"):
-        build(BackendSettings(name="a", kind="openai", base_url=base_url), None)
+        build(BackendSettings(name="a", kind="openai", base_url=base_url), ())
 
 
 async def test_a_scripted_backend_works_as_built() -> None:
     """Built from its table alone, it answers."""
-    backend = build(BackendSettings(name="a", kind="scripted"), None)
+    backend = build(BackendSettings(name="a", kind="scripted"), ())
     assert final_of(await ask(backend, asking())).finish_reasons == ("stop",)
     await backend.aclose()
 

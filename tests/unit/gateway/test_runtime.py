@@ -1,7 +1,7 @@
 """Taking up a new config: whole or not at all, and what was replaced is given back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,11 @@ class Fake:
 
     provider = "fake"
 
-    def __init__(self, settings: BackendSettings, key: str | None) -> None:
+    def __init__(self, settings: BackendSettings, keys: Sequence[str]) -> None:
         if settings.base_url == "http://bad":
             raise ValueError("a bad one")
         self.name = settings.name
-        self.key = key
+        self.keys = keys
         self.closed = 0
 
     async def chat(self, request: ChatRequest, /) -> AsyncIterator[Event]:
@@ -47,8 +47,8 @@ def described(*backends: tuple[str, str]) -> str:
 
 
 def holder_of(text: str, built: list[Fake]) -> RuntimeHolder:
-    def build(settings: BackendSettings, key: str | None) -> Fake:
-        built.append(Fake(settings, key))
+    def build(settings: BackendSettings, keys: Sequence[str]) -> Fake:
+        built.append(Fake(settings, keys))
         return built[-1]
 
     return RuntimeHolder(

@@ -7,6 +7,7 @@ import json
 import logging
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -16,10 +17,11 @@ from gateway.errors import StoreUnavailable, Unauthenticated
 from gateway.keys import KeyRing
 from gateway.tenants import Ancestor, Identity
 from gateway.tokens import Tokens
-from gateway.trust import issuer_problems
+from gateway.trust import IssuerSettings, issuer_problems
 from telemetry.ids import TenantId
 from telemetry.redaction import mask
 from tests.fakes.clock import FakeClock
+from tests.fakes.gateway import Server
 from tests.fakes.identity import FakeIdentityStore
 from tests.fakes.issuer import Issuer
 from tests.unit.gateway.test_auth import identity_of
@@ -316,3 +318,31 @@ def test_contradictory_issuers_are_refused_with_their_path() -> None:
         "auth.issuers[2].jwks_url",
         "auth.issuers[2].audience",
     ]
+
+
+async def test_the_address_of_the_keys_obeys_the_rules_for_connections_out() -> None:
+    """No internal address unless it is allowed, no redirect, nothing without end."""
+    answers: dict[str, tuple[int, list[tuple[bytes, bytes]], bytes]] = {
+        "/keys": (200, [], b'{"keys": []}'),
+        "/moved": (302, [(b"location", b"/keys")], b""),
+        "/long": (200, [], b"a" * 600_000),
+    }
+
+    async def provider(scope: Any, receive: Any, send: Any) -> None:
+        status, head, body = answers[scope["path"]]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    async with Server(provider, grace_s=1) as server:
+
+        def at(path: str, *, allow_private: bool = True) -> IssuerSettings:
+            url = f"{server.base_url}{path}"
+            return Issuer().settings(jwks_url=url, allow_private=allow_private)
+
+        assert await said.fetch_keys(at("/keys")) == b'{"keys": []}'
+        with pytest.raises(httpx.HTTPError, match="internal address"):
+            await said.fetch_keys(at("/keys", allow_private=False))
+        with pytest.raises(httpx.HTTPError, match="302"):
+            await said.fetch_keys(at("/moved"))
+        with pytest.raises(httpx.HTTPError, match="too long"):
+            await said.fetch_keys(at("/long"))

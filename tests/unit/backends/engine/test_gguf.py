@@ -115,3 +115,24 @@ def test_any_damage_to_the_header_is_an_error_or_harmless(
             file.tensor(name)
     except StartFailed as error:
         assert "bad.gguf" in error.message
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        (struct.pack("<IQQ", 3, 0, 1 << 40), "keys"),
+        (struct.pack("<IQQ", 3, 1 << 40, 0), "tensors"),
+        (struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 1 << 23) + bytes(1 << 23), "numbers"),
+        (struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 8, 1 << 60), "texts"),
+        (struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 1 << 25) + bytes(1 << 25), "a text"),
+        (struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), "a list of lists"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_metadata_bombs_are_refused(tmp_path: Path, header: bytes, what: str) -> None:
+    """A header that claims, or even holds, absurdly much is refused before it is read into
+    memory."""
+    path = tmp_path / "bomb.gguf"
+    path.write_bytes(b"GGUF" + header + bytes(64))
+    with pytest.raises(WeightsInvalid, match=r"bomb\.gguf: .*(damaged|unknown type)"):
+        GgufFile(path)

@@ -95,12 +95,26 @@ def test_unknown_pre_tokenizers_are_refused(tmp_path: Path) -> None:
         tmp_path / "w.gguf",
         {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "llama-bpe",
+            "tokenizer.ggml.pre": "chatglm-bpe",
             "tokenizer.ggml.tokens": ["a"],
             "tokenizer.ggml.token_type": [1],
             "tokenizer.ggml.merges": ["a a"],
         },
         {},
     )
-    with pytest.raises(WeightsInvalid, match="llama-bpe"):
+    with pytest.raises(WeightsInvalid, match="chatglm-bpe"):
+        tokenizer.from_gguf(GgufFile(path))
+
+
+def test_merges_that_make_no_token_are_refused(tmp_path: Path) -> None:
+    """A damaged list of merges is an error, not a crash of the library below."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.token_type": [1],
+        "tokenizer.ggml.merges": ["a a"],
+    }
+    path = write_gguf(tmp_path / "w.gguf", metadata, {})
+    with pytest.raises(WeightsInvalid, match="merge 'a' 'a' makes no token"):
         tokenizer.from_gguf(GgufFile(path))
