@@ -72,6 +72,7 @@ conformance: $(VENV)/.dev  ## the wire corpus against us, or against URL=http://
 chaos: $(VENV)/.dev  ## the long kill -9 and outage runs
 	$(BIN)/python -m pytest tests/e2e/test_kill9.py tests/e2e/test_workers.py \
 	  tests/integration/test_limits_chaos.py --timeout 900 $(ARGS)
+	$(BIN)/python -m tests.chaos.limits
 
 demo: $(VENV)/.serve  ## a whole system with four tenants' traffic, their bill, and one request's story
 	$(BIN)/python -m tests.demo $(ARGS)

@@ -19,7 +19,7 @@ BackendError
 """
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
@@ -64,8 +64,7 @@ class Previous(Struct, frozen=True):
     """An earlier response of the same tenant, found by `previous_response_id`."""
 
     backend: str | None  # that knows it by its id, if the backend speaks `responses` itself
-    items: list[Any]  # the whole conversation until then: what went in, and what came out
-    size: int = 0  # bytes of the items
+    items: bytes  # the whole conversation until then, a JSON list: what went in, and what came out
 
 
 class Chunk(Struct, frozen=True, gc=False):

@@ -109,6 +109,17 @@ def _traffic(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 is_bad_from=1,
             )
         )
+        .with_panel(
+            lines(
+                "Budgets that go on with less",
+                f"{m.BUDGET_DOWNGRADES.help} {m.STREAMS_CUT.help}",
+                (rate(m.BUDGET_DOWNGRADES), "to a cheaper model"),
+                (rate(m.STREAMS_CUT), "streams ended"),
+            )
+        )
+        .with_panel(
+            lines("Wait for the shared counters", m.STORE_WAIT.help, *_quantiles(m.STORE_WAIT))
+        )
     )
 
 

@@ -13,6 +13,8 @@ COMMANDS: Final = {
     "migrate": "migrate",
     "tenant": "tenant",
     "key": "key",
+    "admin": "admin",
+    "audit": "audit",
     "limit": "limit",
     "budget": "budget",
     "price": "price",

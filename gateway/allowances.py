@@ -19,7 +19,7 @@ Scope = Literal["tenant", "key", "user", "route", "model"]
 BudgetScope = Literal["tenant", "key", "route"]
 Counts = Literal["requests", "input_tokens", "output_tokens", "tokens", "concurrency", "spend"]
 WindowKind = Literal["hour", "day", "week", "month", "lifetime", "rolling"]
-Mode = Literal["hard", "soft", "throttle"]
+Mode = Literal["hard", "soft", "throttle", "downgrade"]
 
 NANO: Final = 1_000_000_000  # nano-dollars in a dollar
 MOST: Final = 9_000_000_000_000_000  # counted exactly everywhere; as money, nine million dollars
@@ -27,6 +27,7 @@ LEAST_BUDGET: Final = Decimal("0.000001")  # no request costs less
 MAX_PERIOD_S: Final = 31 * 86_400
 MAX_HOURS: Final = 24 * 366
 MAX_SUBJECT_CHARS: Final = 256
+SMALLEST_DIGIT: Final = 9  # of an amount: a nano-dollar
 ZONE: Final = re.compile(r"[A-Za-z0-9_+/-]{1,64}")
 
 
@@ -68,12 +69,19 @@ class Budget(Struct, frozen=True, kw_only=True):
     zone: Annotated[str, Meta(description="IANA time zone in which calendar windows begin.")]
     mode: Annotated[
         Mode,
-        Meta(description="When spent. hard: refuse; soft: alert; throttle: go on slowly."),
+        Meta(
+            description="When spent. hard: refuse; soft: alert; throttle: go on slowly; downgrade: "
+            "go on with a cheaper model."
+        ),
     ]
     strict: Annotated[
         bool,
         Meta(description="With the store away: refuse (true), or go on within a slice (false)."),
     ]
+    downgrade_to: Annotated[
+        str | None,
+        Meta(description="Of mode downgrade: the route that is cheaper; null: the route's own."),
+    ] = None
 
     @property
     def units(self) -> int:
@@ -109,9 +117,12 @@ def check_budget(
     window: WindowKind,
     hours: int | None,
     zone: str,
+    mode: Mode = "hard",
+    downgrade_to: str | None = None,
 ) -> None:
     """Raises BadRequest with the field's path and what to do."""
     _check_subject(scope, subject)
+    _check_downgrade(scope, subject, mode, downgrade_to)
     _check_amount(amount_usd, "amount_usd", money=True)
     if 0 < amount_usd < LEAST_BUDGET:
         raise BadRequest(
@@ -146,14 +157,30 @@ def _check_subject(scope: str, subject: str | None) -> None:
         )
 
 
+def _check_downgrade(scope: str, subject: str | None, mode: Mode, to: str | None) -> None:
+    if to is None:
+        return
+    if mode != "downgrade":
+        raise BadRequest(
+            f"Mode {mode} stays with the model: leave it out, or set mode downgrade.",
+            param="downgrade_to",
+        )
+    if not 0 < len(to) <= MAX_SUBJECT_CHARS or not to.isprintable():
+        raise BadRequest("Write the model of a route that is cheaper.", param="downgrade_to")
+    if scope == "route" and to == subject:
+        raise BadRequest(
+            "This budget is of that route itself: name another, cheaper one.", param="downgrade_to"
+        )
+
+
 def _check_amount(amount: Decimal, field: str, *, money: bool) -> None:
     if not amount.is_finite() or amount < 0:
         raise BadRequest("It cannot be negative; 0 allows none.", param=field)
-    scaled = amount * NANO if money else amount
-    if scaled > MOST:
+    if amount > (MOST // NANO if money else MOST):  # first: the product of a huge one overflows
         most = f"${MOST // NANO}" if money else str(MOST)
         raise BadRequest(f"At most {most}; leave the limit out to allow all.", param=field)
-    if scaled != scaled.to_integral_value():
+    scaled = amount * NANO if money else amount
+    if amount.adjusted() < -SMALLEST_DIGIT or scaled != scaled.to_integral_value():
         what = "at most nine decimals" if money else "a whole number"
         raise BadRequest(f"Write {what}.", param=field)
 

@@ -11,12 +11,22 @@ from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Self
 
+from msgspec import structs
+
 from backends.base import BackendError, BackendTruncated, Chunk, Final, Previous, Whole
 from gateway.call import Asked, Call
+from gateway.cutoff import LENGTH, Ending
 from gateway.dispatch import Live, as_gateway_error, fail, outcome_of
-from gateway.errors import ClientGone, Draining, GatewayError, Internal
+from gateway.errors import BudgetSpent, ClientGone, Draining, GatewayError, Internal
+from gateway.limits import Growth
+from gateway.stopping import REPORT_S
 from telemetry.ledger import OpenRecord
+from telemetry.ledger.estimate import fill_usage
 from telemetry.record import Outcome
+
+SPENT: str = (
+    "The budget does not hold more of this answer, so it ends here. What was generated is billed."
+)
 
 
 class Answer:
@@ -29,7 +39,11 @@ class Answer:
         live: Live,
         record: OpenRecord,
         previous: Previous | None = None,
+        growth: Growth | None = None,
     ) -> None:
+        """`growth`: of its reservation, for a stream that was not told how long it may get."""
+        self._growth = growth if asked.stream else None
+        self._was_ended = False  # by us: what is held for it cannot grow
         self.call = call
         self.previous = previous
         self.asked = asked
@@ -69,12 +83,15 @@ class Answer:
     async def events(self) -> AsyncIterator[Chunk | Whole | Final]:
         """The events of the attempt, the last one a Final; BackendError if it breaks off."""
         saw = self.record.saw_chunk
+        growth, ending = self._growth, Ending(self.call.surface, self.asked.choices)
         for event in self._live.held:
             if isinstance(event, Final):
                 self._finish(event)
                 yield event
                 return
             saw(event.content_bytes)
+            if growth is not None and isinstance(event, Chunk):
+                ending.saw(event.data)
             yield event
         async for event in self._live.events:
             if isinstance(event, Final):
@@ -83,7 +100,42 @@ class Answer:
                 return
             saw(event.content_bytes)
             yield event
+            if growth is not None and isinstance(event, Chunk):
+                ending.saw(event.data)
+                if growth.is_due(self.record.data) and not await growth.covers(
+                    self.record.data, self._live.attempt
+                ):
+                    yield Chunk(ending.final_chunk(BudgetSpent.code, SPENT))
+                    yield await self._end(ending)
+                    return
         raise BackendTruncated("It ended without saying so.", backend=self._live.attempt.backend)
+
+    async def _end(self, ending: Ending) -> Final:
+        """End the attempt where it is. Whoever can be told to stop says what it took; else what was
+        read is counted."""
+        self._was_ended = True
+        final = None
+        if await self.call.presence.ask_to_stop():
+            with contextlib.suppress(BackendError, TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    async for event in self._live.events:
+                        if isinstance(event, Final):
+                            final = event
+        data = self.record.data
+        if final is None:
+            fill_usage(data)
+            attempt = self._live.attempt
+            final = Final(
+                usage=attempt.usage,
+                usage_source=attempt.usage_source,
+                usage_quality=attempt.usage_quality,
+            )
+        chunk = final.usage_chunk
+        if chunk is None and final.usage is not None:
+            chunk = ending.usage_chunk(final.usage)
+        final = structs.replace(final, usage_chunk=chunk, finish_reasons=(LENGTH,))
+        self._finish(final)
+        return final
 
     def _finish(self, final: Final) -> None:
         attempt = self._live.attempt
@@ -118,6 +170,8 @@ class Answer:
         ending = _ending(error, self.call, begun=self.asked.stream)
         if error is None and not self._complete:
             ending = Outcome.INTERNAL_ERROR, 200 if self.asked.stream else 500, Internal.code
+        elif error is None and self._was_ended:
+            ending = Outcome.BUDGET_REFUSED, 200, BudgetSpent.code
         outcome, status, code = ending
         attempt = self._live.attempt
         if not self._complete:

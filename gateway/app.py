@@ -30,7 +30,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 import migrations
 from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
+from backends.tokens import TokenCounter, exported
 from gateway import secrets
+from gateway.admins import Admins
 from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
 from gateway.api.idempotency import Idempotency
@@ -39,17 +41,27 @@ from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StoreUnavailable
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
-from gateway.limits import CounterClient, Limits, MemoryStore, RedisStore, Slices
+from gateway.limits import (
+    ClusterStore,
+    CounterClient,
+    Limits,
+    MemoryStore,
+    RedisStore,
+    Slices,
+    shared_store,
+)
 from gateway.pipeline import Gateway
+from gateway.price_snapshot import PriceSnapshot
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
 from gateway.runtime import ConfigWatcher, RuntimeHolder
-from gateway.tenants import Tenants, tenant_names
+from gateway.snapshot import KeySnapshot
+from gateway.tenants import Tenants, tenant_names, tenant_places
 from gateway.workers import Place
 from telemetry import books, logs
 from telemetry import metrics as metric
@@ -72,7 +84,7 @@ VERSION = version("meterline")
 BOOKS_EVERY_S = 30.0  # how often a running gateway looks for newly published prices
 CHECK_S = 30.0  # for an engine to look at its model's file, at start
 FLUSH_S = 10.0  # for the ledger, at shutdown
-LOCAL_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
+LEDGER_PATIENCE_S = 5.0  # a budget's counter begins with a question to the ledger
 WAL_FOLDERS = 64  # gateway processes that may share one data folder
 
 
@@ -96,11 +108,18 @@ class Service(Struct, frozen=True, kw_only=True):
 class Prices:
     """The price book in force. Replaced when a book is published, read at each settlement."""
 
-    def __init__(self, engine: AsyncEngine, clock: Clock) -> None:
+    def __init__(self, engine: AsyncEngine, clock: Clock, snapshot: PriceSnapshot) -> None:
         self.book = PriceBook()
         self._published = 0
         self._engine = engine
         self._clock = clock
+        self._snapshot = snapshot
+        self._unpublished: Config | None = None  # the database was away when it was to be
+
+    def restore(self, config: Config) -> None:
+        """The book of before the restart, until the database is back; then the config's."""
+        self.book = self._snapshot.read() or self.book
+        self._unpublished = config
 
     def rate(self, attempt: Attempt) -> tuple[Charge, ...]:
         return rate(attempt, self.book)
@@ -122,7 +141,9 @@ class Prices:
         while True:
             await asyncio.sleep(BOOKS_EVERY_S)
             try:
-                if await books.published_count(self._engine) != self._published:
+                if self._unpublished is not None:
+                    await self.publish(self._unpublished)
+                elif await books.published_count(self._engine) != self._published:
                     await self._load()
             except (SQLAlchemyError, OSError) as error:  # the book in force goes on
                 log.warning("price_books_unreadable", extra={"reason": type(error).__name__})
@@ -131,6 +152,11 @@ class Prices:
         # Counted first: what is published while they are read is found at the next look.
         self._published = await books.published_count(self._engine)
         self.book = await books.load(self._engine)
+        self._unpublished = None
+        try:
+            await asyncio.to_thread(self._snapshot.write, self.book)
+        except OSError as error:
+            log.warning("price_snapshot_failed", extra={"reason": type(error).__name__})
 
 
 @contextlib.asynccontextmanager
@@ -175,16 +201,29 @@ async def _build(
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
     stack.push_async_callback(engine.dispose)
-    await _bring_up_to_date(engine)
-
-    ring = KeyRing(secrets.pepper(config, environment))
+    ring = KeyRing(*secrets.peppers(config, environment))
     tenants = Tenants(engine, ring, clock)
-    await tenants.verify_pepper()
+    snapshot = KeySnapshot(data / "key-snapshot", ring)
+    price_snapshot = PriceSnapshot(data / "price-snapshot", ring)
+    is_away = False
+    try:
+        await _bring_up_to_date(engine)
+        await tenants.verify_pepper()
+    except (SQLAlchemyError, OSError, StoreUnavailable) as error:
+        if snapshot.read() is None or price_snapshot.read() is None:
+            raise
+        is_away = True
+        log.warning("started_without_database", extra={"reason": type(error).__name__})
     admin_key, new_admin_key = secrets.admin_key(config, environment)
-    auth = await stack.enter_async_context(Auth(tenants, ring, clock))
+    auth = await stack.enter_async_context(
+        Auth(tenants, ring, clock, config.auth, snapshot=snapshot)
+    )
 
-    prices = Prices(engine, clock)
-    await prices.publish(config)
+    prices = Prices(engine, clock, price_snapshot)
+    if is_away:
+        prices.restore(config)
+    else:
+        await prices.publish(config)
     await stack.enter_async_context(_running(prices.keep_current))
 
     wal = _open_wal(config, clock)
@@ -222,6 +261,8 @@ async def _build(
         runtimes=runtimes, clock=clock, place=place,
     )  # fmt: skip
     ledger.observers.append(limits.settle)
+    counting = functools.partial(_count_tokens, config, data / "tokenizers", limits)
+    await stack.enter_async_context(_running(counting))
     await stack.enter_async_context(_running(limits.run))
     watcher = None
     if config_path is not None:
@@ -254,9 +295,14 @@ async def _build(
     app = create_app(
         gateway=gateway,
         metrics=metrics,
-        admin=Admin(admin_key.reveal()),
+        admin=Admin(admin_key.reveal(), admins=Admins(tenants, ring), auth=auth, clock=clock),
         tenants=tenants,
-        desk=Desk(engine, functools.partial(tenant_names, tenants)),
+        ring=ring,
+        desk=Desk(
+            engine,
+            functools.partial(tenant_names, tenants),
+            functools.partial(tenant_places, tenants),
+        ),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
         place=place,
         idempotency=idempotency,
@@ -271,6 +317,17 @@ async def _build(
         watcher=watcher,
         new_admin_key=new_admin_key,
     )
+
+
+async def _count_tokens(config: Config, folder: Path, limits: Limits) -> None:
+    """Have the tokenizers of our engines. Until then, and without, prompts are estimated."""
+    counters: dict[str, TokenCounter | None] = {}
+    for engine in config.engines:
+        if engine.model not in counters:
+            counters[engine.model] = await exported(engine.model, folder)
+        found = counters[engine.model]
+        if found is not None:
+            limits.counters[engine.name] = found
 
 
 async def _open_limits(
@@ -288,16 +345,19 @@ async def _open_limits(
     """Counters in this process, in the parent of several workers, or on the Redis that all
     replicas share."""
     settings = config.limits
-    shared: RedisStore | None = None
+    shared: RedisStore | ClusterStore | None = None
     siblings: CounterClient | None = None
     if config.store.redis is not None:
-        shared = RedisStore(
-            resolve(config.store.redis, environment),
-            node=f"{platform.node()}/{node}/{new_span_id()}",
-            budget_s=settings.store_budget_ms / 1000,
-        )
+        try:
+            shared = shared_store(
+                resolve(config.store.redis, environment),
+                node=f"{platform.node()}/{node}/{new_span_id()}",
+                budget_s=settings.store_budget_ms / 1000,
+            )
+        except ValueError as error:
+            raise StartupError(f"[store] redis: {error}") from None
     elif place is not None and place.counters is not None:
-        siblings = CounterClient(Path(place.counters), budget_s=LOCAL_PATIENCE_S)
+        siblings = CounterClient(Path(place.counters), budget_s=LEDGER_PATIENCE_S)
         await stack.enter_async_context(siblings)
     processes = 1 if place is None else len(place.targets)
     limits = Limits(
@@ -310,7 +370,7 @@ async def _open_limits(
         provider_of=lambda name: runtimes.current.upstreams[name].backend.provider,
         settings=lambda: (runtimes.current.config.limits, runtimes.current.config.budgets),
         clock=clock,
-        patience_s=LOCAL_PATIENCE_S if shared is None else settings.store_budget_ms / 1000,
+        patience_s=LEDGER_PATIENCE_S,
     )
     if shared is not None:
         shared.on_recovered = limits.recovered
@@ -324,6 +384,7 @@ def create_app(
     metrics: Metrics,
     admin: Admin,
     tenants: Tenants,
+    ring: KeyRing,
     desk: Desk,
     readiness: Readiness,
     idempotency: Idempotency,
@@ -352,8 +413,8 @@ def create_app(
             health.readyz,
             health.metrics,
             health.targets,
-            create_admin_router(tenants, admin),
-            create_reports_router(desk, admin),
+            create_admin_router(tenants, admin, ring),
+            create_reports_router(desk, admin, tenants),
         ],
         dependencies={
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
@@ -365,6 +426,7 @@ def create_app(
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
         after_request=problems.stamp,
+        before_send=[problems.name_request],
         openapi_config=OpenAPIConfig(
             title="Meterline",
             version=VERSION,
@@ -376,6 +438,7 @@ def create_app(
         request_max_body_size=1_000_000,  # admin bodies; completions have their own limit
     )
     openapi.add_completions(app.openapi_schema)
+    openapi.add_roles(app.openapi_schema, app.routes)
     return app
 
 
@@ -536,6 +599,8 @@ def _circuit_changed(metrics: Metrics, backend: str, fault: Fault, state: State)
 
 def _watch_limits(metrics: Metrics, limits: Limits) -> None:
     counts = limits.counts
+    if limits.is_shared:
+        limits.on_wait = functools.partial(metrics.measure, metric.STORE_WAIT)
     for scope in metric.LIMIT_SCOPE.values:
         for counted in metric.COUNTED.values:
             read = functools.partial(counts.of, scope, counted)
@@ -544,6 +609,8 @@ def _watch_limits(metrics: Metrics, limits: Limits) -> None:
     metrics.watch(metric.LIMIT_HOLDS, lambda: limits.open_holds)
     metrics.watch(metric.SLICE_ADMITTED, lambda: counts.sliced)
     metrics.watch(metric.BUDGET_OVERRUNS, lambda: counts.soft_overruns)
+    metrics.watch(metric.BUDGET_DOWNGRADES, lambda: counts.downgraded)
+    metrics.watch(metric.STREAMS_CUT, lambda: counts.streams_ended)
 
 
 def _residual(worker: LedgerWorker, law: str) -> float:

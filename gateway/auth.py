@@ -15,21 +15,29 @@ import hmac
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Annotated, Any, Final, Protocol, Self
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol, Self
 
-from msgspec import Meta, Struct
+from msgspec import Struct
+from msgspec.structs import replace
 from typing_extensions import override
 
+from gateway.admins import WRONG as WRONG_ADMIN
+from gateway.admins import Admins
 from gateway.allowances import Budget, Limit
-from gateway.errors import StoreUnavailable, Unauthenticated
-from gateway.keys import KEY, KeyRing, ModelAllow
-from gateway.tenants import Identity
+from gateway.errors import Forbidden, NotFound, StoreUnavailable, Unauthenticated
+from gateway.keys import ADMIN_KEY, KEY, KeyRing, ModelAllow
+from gateway.roles import Principal
+from gateway.snapshot import KeySnapshot, Remembered
+from gateway.tenants import Ancestor, Identity
+from gateway.tokens import MAX_TOKEN_CHARS, NO_TENANT, Claims, Tokens, is_token
+from gateway.trust import AuthSettings, Network, client_address, networks, within
 from telemetry.clock import Clock
 from telemetry.ids import KeyId, TenantId
 
 log = logging.getLogger(__name__)
 
-MAX_CREDENTIAL_CHARS: Final = 512
+MAX_CREDENTIAL_CHARS: Final = 512  # of keys; tokens may be longer
 MIN_ADMIN_KEY_CHARS: Final = 16
 
 MISSING: Final = "No API key given. Send it as `Authorization: Bearer sk-ml-…`."
@@ -38,36 +46,20 @@ WRONG: Final = "Incorrect API key given. Check it, or ask your administrator for
 REVOKED: Final = "This API key is revoked. Ask your administrator for a new one."
 EXPIRED: Final = "This API key has expired. Ask your administrator for a new one."
 SUSPENDED: Final = "The account of this API key is suspended. Ask your administrator."
-WRONG_ADMIN: Final = "Incorrect admin key given. Tenant keys do not open the admin API."
+NO_ROLE: Final = "The bearer token has no role here."
 
+ADDRESS: Final = "This API key may not be used from your address. Ask your administrator."
+
+_SAVE_EVERY_NS: Final = 30_000_000_000
 _NEVER: Final = 1 << 63  # nanoseconds; the year 2262
 
 
-class AuthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How keys are remembered between look-ups."""
-
-    poll_s: Annotated[
-        float, Meta(gt=0, le=0.9, description="Seconds between two questions for changed keys.")
-    ] = 0.5
-    offline_s: Annotated[
-        float,
-        Meta(ge=0, description="Seconds that known keys go on while the database is gone."),
-    ] = 900.0
-    query_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds that one question to the database may take.")
-    ] = 2.0
-    max_keys: Annotated[int, Meta(ge=1, description="Keys remembered; the idlest go first.")] = (
-        50_000
-    )
-    max_unknown: Annotated[
-        int, Meta(ge=1, description="Keys that do not exist and are remembered as such.")
-    ] = 1_000
-
-
 class Credential(Struct, frozen=True, gc=False):
-    """What the client sent as its key. Not yet checked, never shown."""
+    """What the client sent as its key, and where from. Not yet checked, never shown."""
 
     text: str
+    peer: str | None = None  # the socket's other end
+    forwarded: tuple[str, ...] = ()  # `x-forwarded-for`, as it came
 
     @override
     def __repr__(self) -> str:
@@ -87,9 +79,24 @@ class Caller(Struct, frozen=True, kw_only=True):
     model_allow: ModelAllow | None  # None: all
     limits: tuple[Limit, ...] = ()  # of the tenant; which of them apply is decided at admission
     budgets: tuple[Budget, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()  # nearest first; the limits and budgets of each bind too
+    target_allow: ModelAllow | None = None  # of BACKEND/MODEL; None: all
+    scopes: frozenset[str] | None = None  # None: all
 
     def may_use(self, model: str) -> bool:
         return self.model_allow is None or self.model_allow.allows(model)
+
+    def may_reach(self, backend: str, model: str) -> bool:
+        return self.target_allow is None or self.target_allow.allows(f"{backend}/{model}")
+
+    def require(self, scope: str) -> None:
+        """Raises Forbidden unless the key's scopes have this one."""
+        if self.scopes is not None and scope not in self.scopes:
+            raise Forbidden(
+                f"This API key may not be used for `{scope}`. Use another key, or ask your "
+                "administrator to add the scope.",
+                code="insufficient_scope",
+            )
 
 
 class IdentityStore(Protocol):
@@ -101,16 +108,27 @@ class IdentityStore(Protocol):
 
     async def changed_since(self, version: int) -> list[str] | None: ...
 
+    async def rehash(self, public_id: str, old: bytes, new: bytes) -> None: ...
 
-def read_credential(headers: Iterable[tuple[bytes, bytes]]) -> Credential:
+    async def tenant_identity(self, ref: str) -> Identity | None: ...
+
+
+def read_credential(
+    headers: Iterable[tuple[bytes, bytes]], client: tuple[str, int] | None = None
+) -> Credential:
     """The one key in ASGI headers (names in lower case). OpenAI clients send `authorization`,
-    Anthropic's `x-api-key`, Azure's `api-key`; the same key twice is one key."""
+    Anthropic's `x-api-key`, Azure's `api-key`; the same key twice is one key. `client`: as ASGI
+    gives it; without it a key that is bound to addresses is refused."""
     found: str | None = None
+    forwarded: list[str] = []
     for name, value in headers:
         if name == b"authorization":
             text = _bearer(value)
         elif name in (b"x-api-key", b"api-key"):
             text = _text(value)
+        elif name == b"x-forwarded-for":
+            forwarded.append(value.decode("latin-1"))
+            continue
         else:
             continue
         if found is not None and text and text != found:
@@ -118,7 +136,7 @@ def read_credential(headers: Iterable[tuple[bytes, bytes]]) -> Credential:
         found = text or found
     if found is None:
         raise Unauthenticated(MISSING)
-    return Credential(found)
+    return Credential(found, None if client is None else client[0], tuple(forwarded))
 
 
 def _bearer(value: bytes) -> str:
@@ -128,7 +146,8 @@ def _bearer(value: bytes) -> str:
 
 
 def _text(value: bytes) -> str:
-    if len(value) > MAX_CREDENTIAL_CHARS or not value.isascii():
+    most = MAX_TOKEN_CHARS if b"eyJ" in value[:16] else MAX_CREDENTIAL_CHARS
+    if len(value) > most or not value.isascii():
         raise Unauthenticated(WRONG)
     return value.decode("ascii").strip()
 
@@ -138,6 +157,8 @@ class _Known(Struct, frozen=True, kw_only=True):
 
     digest: bytes
     caller: Caller | None
+    identity: Identity | None = None  # as the store told it, for the snapshot
+    ip_allow: tuple[Network, ...] | None = None  # None: from anywhere
     refusal: str | None = None  # told only to whoever has the secret
     ends_ns: int = _NEVER  # expiry or end of grace, Unix time
 
@@ -157,7 +178,12 @@ class Auth:
         ring: KeyRing,
         clock: Clock,
         settings: AuthSettings | None = None,
+        *,
+        snapshot: KeySnapshot | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
+        """`snapshot`: where known keys are kept over a restart. `tokens`: of the issuers in the
+        settings."""
         self._store = store
         self._ring = ring
         self._clock = clock
@@ -171,9 +197,22 @@ class Auth:
         self._synced_ns = clock.monotonic_ns()
         self._is_offline: bool | None = None  # None: not asked yet
         self._poller: asyncio.Task[None] | None = None
+        self._trusted = networks(self._settings.trusted_proxies, "auth.trusted_proxies")
+        self._stale: dict[str, tuple[bytes, bytes]] = {}  # keys whose HMAC is of an older pepper
+        self._tokens = tokens or Tokens(self._settings.issuers, clock)
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # of tokens
+        self._bearers: OrderedDict[
+            tuple[str, str, frozenset[str] | None], tuple[Identity, Caller]
+        ] = OrderedDict()
+        self._snapshot = snapshot
+        self._saved: tuple[int | None, int] | None = None  # version and keys of the last snapshot
+        self._save_after_ns = 0
+        self._foreign = Pace(clock, self._settings.foreign_ids_per_s)
 
     async def __aenter__(self) -> Self:
         await self.refresh()
+        if self.is_offline:
+            self._restore()
         self._poller = asyncio.create_task(self._poll(), name="auth-poll")
         return self
 
@@ -181,6 +220,7 @@ class Auth:
         assert self._poller is not None
         self._poller.cancel()
         await asyncio.wait([self._poller])
+        await self._tokens.close()
 
     @property
     def is_offline(self) -> bool:
@@ -197,6 +237,8 @@ class Auth:
         text = credential.text
         match = KEY.fullmatch(text)
         if match is None:
+            if self._tokens and is_token(text):
+                return await self._by_token(await self._tokens.verify(text))
             raise Unauthenticated(WRONG)
         public_id = match[1]
         known = self._keys.get(public_id)
@@ -206,13 +248,76 @@ class Auth:
             raise StoreUnavailable("API keys cannot be checked right now; try again.")
         else:
             self._keys.move_to_end(public_id)
-        if not hmac.compare_digest(known.digest, self._ring.digest(text)) or known.caller is None:
+        digest = self._ring.digest(text)
+        if not hmac.compare_digest(known.digest, digest):
+            if not self._ring.is_match(text, known.digest):
+                raise Unauthenticated(WRONG)
+            self._stale[public_id] = (known.digest, digest)
+        if known.caller is None:
             raise Unauthenticated(WRONG)
         if known.refusal is not None:
             raise Unauthenticated(known.refusal)
         if self._clock.now_ns() >= known.ends_ns:
             raise Unauthenticated(EXPIRED)
+        if known.ip_allow is not None:
+            address = client_address(credential.peer, credential.forwarded, self._trusted)
+            if not within(address, known.ip_allow):
+                raise Unauthenticated(ADDRESS, code="ip_not_authorized")
         return known.caller
+
+    async def principal(self, text: str) -> Principal:
+        """The administrator behind a token. Raises Unauthenticated, StoreUnavailable."""
+        claims = await self._tokens.verify(text)
+        if claims.role is None:
+            raise Unauthenticated(NO_ROLE)
+        caller = await self._by_token(claims)
+        return Principal(
+            name=f"token:{claims.subject}", role=claims.role, tenant_id=caller.tenant_id
+        )
+
+    @property
+    def takes_tokens(self) -> bool:
+        return bool(self._tokens)
+
+    async def _by_token(self, claims: Claims) -> Caller:
+        """The caller behind a verified token: its tenant as the store knows it now."""
+        tenant = await self._tenant(claims.tenant)
+        within = claims.issuer.within
+        if tenant is None or (within is not None and not _is_within(tenant, within)):
+            raise Unauthenticated(NO_TENANT)
+        refusal = _refusal(tenant)
+        if refusal is not None:
+            raise Unauthenticated(SUSPENDED if refusal == SUSPENDED else NO_TENANT)
+        who = (claims.subject, claims.tenant, claims.scopes)
+        known = self._bearers.get(who)
+        if known is not None and known[0] is tenant:
+            return known[1]
+        caller = replace(_caller(tenant), key_id=KeyId(claims.subject), scopes=claims.scopes)
+        self._bearers[who] = (tenant, caller)
+        if len(self._bearers) > self._settings.max_keys:
+            self._bearers.popitem(last=False)
+        return caller
+
+    async def _tenant(self, ref: str) -> Identity | None:
+        """Remembered until anything changes in the store; while it is gone, as keys are."""
+        known = self._tenants.get(ref)
+        is_old = self._clock.monotonic_ns() - self._synced_ns > self._offline_ns
+        if known is not None and known.version == self._version and not is_old:
+            return known.identity
+        if self.is_offline:
+            raise StoreUnavailable("This token's tenant cannot be checked right now; try again.")
+        version = self._version
+        try:
+            async with asyncio.timeout(self._settings.query_timeout_s):
+                identity = await self._store.tenant_identity(ref)
+        except TimeoutError:
+            raise StoreUnavailable(
+                "This token's tenant cannot be checked right now; try again."
+            ) from None
+        self._tenants[ref] = _Tenant(version=version, identity=identity)
+        if len(self._tenants) > self._settings.max_unknown:
+            self._tenants.popitem(last=False)
+        return identity
 
     async def refresh(self) -> None:
         """Ask the store what changed, and forget that. Never raises for a store that is gone."""
@@ -250,14 +355,67 @@ class Auth:
             await asyncio.sleep(self._settings.poll_s)
             try:
                 await self.refresh()
+                await self._rehash()
+                await self._save()
             except Exception:  # the loop outlives its bugs; `_synced_ns` bounds what that can cost
                 log.exception("key poll failed")
                 self._is_offline = True
 
+    async def _rehash(self) -> None:
+        """Keys that were used, and whose HMAC is of an older pepper: keep them under the newest."""
+        while self._stale and not self.is_offline:
+            public_id, (old, new) = self._stale.popitem()
+            try:
+                async with asyncio.timeout(self._settings.query_timeout_s):
+                    await self._store.rehash(public_id, old, new)
+            except (StoreUnavailable, NotFound, TimeoutError):
+                return  # it is used again, or nobody needs it
+
+    async def _save(self) -> None:
+        """Keep what is known over a restart, when it changed or every so often."""
+        began_ns = self._clock.monotonic_ns()
+        if self._snapshot is None or self.is_offline or began_ns < self._save_after_ns:
+            return
+        minute = began_ns // _SAVE_EVERY_NS
+        state = (self._version, len(self._keys) + (minute << 32))
+        if state == self._saved:
+            return
+        self._saved = state
+        age_ns = self._clock.monotonic_ns() - self._synced_ns
+        content = Remembered(
+            version=self._version,
+            synced_ns=self._clock.now_ns() - age_ns,
+            keys=[known.identity for known in self._keys.values() if known.identity is not None],
+        )
+        try:
+            await asyncio.to_thread(self._snapshot.write, content)
+        except OSError as error:
+            log.warning("key_snapshot_failed", extra={"reason": type(error).__name__})
+        # Whatever it takes, it takes a fiftieth of the time at most.
+        took_ns = self._clock.monotonic_ns() - began_ns
+        self._save_after_ns = began_ns + 50 * took_ns
+
+    def _restore(self) -> None:
+        """Begin with the keys of before the restart, as old as they are."""
+        content = None if self._snapshot is None else self._snapshot.read()
+        if content is None:
+            return
+        age_ns = self._clock.now_ns() - content.synced_ns
+        if not 0 <= age_ns <= self._offline_ns:
+            log.warning("key_snapshot_too_old", extra={"age_s": round(age_ns / 1e9)})
+            return
+        self._version = content.version
+        self._synced_ns = self._clock.monotonic_ns() - age_ns
+        for identity in content.keys:
+            self._remember(identity.public_id, _known(identity))
+        log.warning("keys_from_snapshot", extra={"keys": len(content.keys)})
+
     async def _look_up(self, public_id: str) -> _Known:
         """What the store knows of this id. One question at a time per id; whoever comes meanwhile
         shares the answer, and asks anew only if the one who asked was cancelled."""
-        if not self._ring.made(public_id) or public_id in self._unknown:
+        if public_id in self._unknown:
+            return self._nobody
+        if not self._ring.made(public_id) and not self._foreign.may():
             return self._nobody
         while (flight := self._flights.get(public_id)) is not None:
             answer = await asyncio.shield(flight)
@@ -304,26 +462,76 @@ class Auth:
             self._keys.popitem(last=False)
 
 
+class _Tenant(Struct, frozen=True, kw_only=True):
+    """A tenant that a token named, as of one version of the store."""
+
+    version: int | None
+    identity: Identity | None
+
+
+def _is_within(tenant: Identity, ref: str) -> bool:
+    """Whether it is this tenant (id or path from the top), or below it."""
+    chain = [(above.tenant_id, above.tenant) for above in reversed(tenant.ancestors)]
+    chain.append((tenant.tenant_id, tenant.tenant_name))
+    paths = ["/".join(name for _, name in chain[: end + 1]) for end in range(len(chain))]
+    return ref in paths or ref in [tenant_id for tenant_id, _ in chain]
+
+
+def _refusal(identity: Identity) -> str | None:
+    states = {identity.tenant_state, *(above.state for above in identity.ancestors)}
+    if identity.revoked_at is not None or "deleted" in states:
+        return REVOKED
+    return SUSPENDED if "suspended" in states else None
+
+
+def _caller(identity: Identity) -> Caller:
+    return Caller(
+        tenant_id=identity.tenant_id,
+        tenant=identity.tenant_name,
+        key_id=identity.key_id,
+        model_allow=_allow(identity.model_allow),
+        target_allow=_allow(identity.target_allow),
+        scopes=None if identity.scopes is None else frozenset(identity.scopes),
+        limits=identity.limits,
+        budgets=identity.budgets,
+        ancestors=identity.ancestors,
+    )
+
+
 def _known(identity: Identity) -> _Known:
     ends = [at for at in (identity.expires_at, identity.grace_until) if at is not None]
-    refusal = None
-    if identity.revoked_at is not None or identity.tenant_state == "deleted":
-        refusal = REVOKED
-    elif identity.tenant_state == "suspended":
-        refusal = SUSPENDED
     return _Known(
         digest=identity.secret_hmac,
-        caller=Caller(
-            tenant_id=identity.tenant_id,
-            tenant=identity.tenant_name,
-            key_id=identity.key_id,
-            model_allow=None if identity.model_allow is None else ModelAllow(identity.model_allow),
-            limits=identity.limits,
-            budgets=identity.budgets,
-        ),
-        refusal=refusal,
+        identity=identity,
+        ip_allow=None if identity.ip_allow is None else networks(identity.ip_allow, "ip_allow"),
+        caller=_caller(identity),
+        refusal=_refusal(identity),
         ends_ns=min(round(at.timestamp() * 1e9) for at in ends) if ends else _NEVER,
     )
+
+
+def _allow(patterns: list[str] | None) -> ModelAllow | None:
+    return None if patterns is None else ModelAllow(patterns)
+
+
+class Pace:
+    """So many a second at most, a second's worth at once; 0: none."""
+
+    def __init__(self, clock: Clock, per_s: float) -> None:
+        self._clock = clock
+        self._per_s = per_s
+        self._left = per_s
+        self._at_ns = clock.monotonic_ns()
+
+    def may(self) -> bool:
+        now_ns = self._clock.monotonic_ns()
+        most = max(1.0, self._per_s) if self._per_s else 0.0
+        self._left = min(most, self._left + (now_ns - self._at_ns) * self._per_s / 1e9)
+        self._at_ns = now_ns
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class AdminKeyInvalid(ValueError):
@@ -331,9 +539,17 @@ class AdminKeyInvalid(ValueError):
 
 
 class Admin:
-    """Holds what is needed to recognise the admin key, and not the key."""
+    """Recognises administrators: by the configured admin key, of which it holds a hash only; by the
+    keys in the database, and by tokens with a role."""
 
-    def __init__(self, admin_key: str) -> None:
+    def __init__(
+        self,
+        admin_key: str,
+        *,
+        admins: Admins | None = None,
+        auth: Auth | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         if len(admin_key) < MIN_ADMIN_KEY_CHARS or not admin_key.isascii():
             raise AdminKeyInvalid(
                 f"the admin key must be at least {MIN_ADMIN_KEY_CHARS} ASCII characters"
@@ -341,12 +557,27 @@ class Admin:
         if KEY.fullmatch(admin_key):
             raise AdminKeyInvalid("a tenant's key cannot be the admin key")
         self._sha256 = _sha256(admin_key)
+        self._admins = admins
+        self._auth = auth
+        self._clock = clock
 
     def check(self, credential: Credential) -> None:
-        """Raises Unauthenticated unless this is the admin key. Hashed first, so that the time
-        tells nothing about length or content."""
+        """Raises Unauthenticated unless this is the configured admin key. Hashed first, so that the
+        time tells nothing about length or content."""
         if not hmac.compare_digest(_sha256(credential.text), self._sha256):
             raise Unauthenticated(WRONG_ADMIN)
+
+    async def identify(self, credential: Credential) -> Principal:
+        """Raises Unauthenticated, or StoreUnavailable when the database is needed and gone."""
+        text = credential.text
+        if hmac.compare_digest(_sha256(text), self._sha256):
+            return Principal(name="admin", role="owner")
+        if self._admins is not None and self._clock is not None and ADMIN_KEY.fullmatch(text):
+            now = datetime.fromtimestamp(self._clock.now_ns() / 1e9, UTC)
+            return await self._admins.identify(text, now)
+        if self._auth is not None and self._auth.takes_tokens and is_token(text):
+            return await self._auth.principal(text)
+        raise Unauthenticated(WRONG_ADMIN)
 
 
 def _sha256(text: str) -> bytes:

@@ -7,12 +7,13 @@ hours are rolled up and from the charges themselves where they are not.
 """
 
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
@@ -39,7 +40,9 @@ from gateway.tenants import (
     check_alive,
     find_key,
     find_tenant,
+    is_within,
     limits_of,
+    subtree_ids,
     translating_database_errors,
 )
 from telemetry.ids import new_key_id
@@ -47,12 +50,28 @@ from telemetry.tables import ChargeLineRow, DirtyHourRow, RequestRow, RollupRow,
 
 MAX_PER_TENANT = 1000
 HOUR = timedelta(hours=1)
+Where = Mapping[str, Sequence[str]]  # column → its values
+Allowance = TypeVar("Allowance", Limit, Budget)
 
 LINES: Any = ChargeLineRow.__table__
 EVENTS: Any = UsageEventRow.__table__
 REQUESTS: Any = RequestRow.__table__
 ROLLUPS: Any = RollupRow.__table__
 DIRTY: Any = DirtyHourRow.__table__
+
+
+class _Kind(Struct, frozen=True):
+    """What limits and budgets do alike: a row each, replaced by one that is the same but for what
+    it allows."""
+
+    name: str
+    row: type[LimitRow] | type[BudgetRow]
+    of: Callable[[AsyncSession, str | None], Awaitable[Sequence[Any]]]
+    same: tuple[str, ...]  # the fields that say which one it is
+
+
+LIMIT = _Kind("limit", LimitRow, limits_of, ("scope", "subject", "counts", "per_s"))
+BUDGET = _Kind("budget", BudgetRow, budgets_of, ("scope", "subject", "window", "hours"))
 
 
 class Allowances:
@@ -75,32 +94,17 @@ class Allowances:
     ) -> Limit:
         """Make the limit, or give the one of this scope, subject, kind and period a new amount."""
         check_limit(scope, subject, counts, amount, per_s)
-        async with self._tenants.writing(actor) as write:
-            owner = await _owner(write, tenant)
-            subject = await _subject(write, owner, scope, subject)
-            known = await limits_of(write.db, owner.id)
-            same = [
-                limit
-                for limit in known
-                if (limit.scope, limit.subject, limit.counts, limit.per_s)
-                == (scope, subject, counts, per_s)
-            ]
-            _check_room(len(known), same)
-            limit = Limit(
-                id=same[0].id if same else new_key_id(write.now_ns),
-                tenant_id=owner.id,
-                scope=scope,
-                subject=subject,
-                counts=counts,
-                amount=amount,
-                per_s=per_s,
-                strict=strict,
-            )
-            await write.db.merge(LimitRow(**asdict(limit)))
-            owner.changed = write.number
-            before = same[0] if same else None
-            write.record("limit.set", f"limit/{limit.id}", before, limit)
-            return limit
+        made = Limit(
+            id="",
+            tenant_id="",
+            scope=scope,
+            subject=subject,
+            counts=counts,
+            amount=amount,
+            per_s=per_s,
+            strict=strict,
+        )
+        return await self._set(LIMIT, tenant, made, actor)
 
     async def set_budget(
         self,
@@ -111,79 +115,81 @@ class Allowances:
         hours: int | None = None,
         zone: str = "UTC",
         mode: Mode = "hard",
+        downgrade_to: str | None = None,
         scope: BudgetScope = "tenant",
         subject: str | None = None,
         strict: bool = False,
         actor: str,
     ) -> Budget:
         """Make the budget, or change the one of this scope, subject and window."""
-        check_budget(scope, subject, amount_usd, window, hours, zone)
-        async with self._tenants.writing(actor) as write:
-            owner = await _owner(write, tenant)
-            subject = await _subject(write, owner, scope, subject)
-            known = await budgets_of(write.db, owner.id)
-            same = [
-                budget
-                for budget in known
-                if (budget.scope, budget.subject, budget.window, budget.hours)
-                == (scope, subject, window, hours)
-            ]
-            _check_room(len(known), same)
-            budget = Budget(
-                id=same[0].id if same else new_key_id(write.now_ns),
-                tenant_id=owner.id,
-                scope=scope,
-                subject=subject,
-                amount_usd=amount_usd,
-                window=window,
-                hours=hours,
-                zone=zone,
-                mode=mode,
-                strict=strict,
-            )
-            await write.db.merge(BudgetRow(**asdict(budget)))
-            owner.changed = write.number
-            before = same[0] if same else None
-            write.record("budget.set", f"budget/{budget.id}", before, budget)
-            return budget
+        check_budget(scope, subject, amount_usd, window, hours, zone, mode, downgrade_to)
+        made = Budget(
+            id="",
+            tenant_id="",
+            scope=scope,
+            subject=subject,
+            amount_usd=amount_usd,
+            window=window,
+            hours=hours,
+            zone=zone,
+            mode=mode,
+            strict=strict,
+            downgrade_to=downgrade_to,
+        )
+        return await self._set(BUDGET, tenant, made, actor)
 
     async def limits(self, tenant: str | None = None) -> list[Limit]:
-        async with self._tenants.reading() as db:
-            return await limits_of(
-                db, None if tenant is None else (await find_tenant(db, tenant)).id
-            )
+        return await self._list(LIMIT, tenant)
 
     async def budgets(self, tenant: str | None = None) -> list[Budget]:
-        async with self._tenants.reading() as db:
-            return await budgets_of(
-                db, None if tenant is None else (await find_tenant(db, tenant)).id
-            )
+        return await self._list(BUDGET, tenant)
 
     async def remove_limit(self, limit_id: str, *, actor: str) -> Limit:
-        async with self._tenants.writing(actor) as write:
-            row = await write.db.get(LimitRow, limit_id)
-            if row is None:
-                raise NotFound("No such limit.")
-            limit = next(x for x in await limits_of(write.db, row.tenant_id) if x.id == limit_id)
-            await self._remove(write, row, "limit.remove", f"limit/{limit_id}", limit)
-            return limit
+        removed: Limit = await self._remove(LIMIT, limit_id, actor)
+        return removed
 
     async def remove_budget(self, budget_id: str, *, actor: str) -> Budget:
-        async with self._tenants.writing(actor) as write:
-            row = await write.db.get(BudgetRow, budget_id)
-            if row is None:
-                raise NotFound("No such budget.")
-            budget = next(x for x in await budgets_of(write.db, row.tenant_id) if x.id == budget_id)
-            await self._remove(write, row, "budget.remove", f"budget/{budget_id}", budget)
-            return budget
+        removed: Budget = await self._remove(BUDGET, budget_id, actor)
+        return removed
 
-    async def _remove(
-        self, write: Write, row: LimitRow | BudgetRow, action: str, of: str, before: Struct
-    ) -> None:
-        owner = await write.db.get_one(TenantRow, row.tenant_id)
-        owner.changed = write.number
-        await write.db.delete(row)
-        write.record(action, of, before, None)
+    async def _set(self, kind: _Kind, tenant: str, made: Allowance, actor: str) -> Allowance:
+        async with self._tenants.writing(actor) as write:
+            owner = await _owner(write, tenant)
+            subject = await _subject(write, owner, made.scope, made.subject)
+            made = replace(made, tenant_id=owner.id, subject=subject)
+            known = await kind.of(write.db, owner.id)
+            same = [
+                one
+                for one in known
+                if all(getattr(one, field) == getattr(made, field) for field in kind.same)
+            ]
+            if not same and len(known) >= MAX_PER_TENANT:
+                raise BadRequest(
+                    f"A tenant has at most {MAX_PER_TENANT} of them; remove some first."
+                )
+            made = replace(made, id=same[0].id if same else new_key_id(write.now_ns))
+            await write.db.merge(kind.row(**asdict(made)))
+            owner.changed = write.number
+            before = same[0] if same else None
+            write.record(f"{kind.name}.set", f"{kind.name}/{made.id}", before, made)
+            return made
+
+    async def _list(self, kind: _Kind, tenant: str | None) -> list[Any]:
+        async with self._tenants.reading() as db:
+            tenant_id = None if tenant is None else (await find_tenant(db, tenant)).id
+            return list(await kind.of(db, tenant_id))
+
+    async def _remove(self, kind: _Kind, one_id: str, actor: str) -> Any:
+        async with self._tenants.writing(actor) as write:
+            row: Any = await write.db.get(kind.row, one_id)
+            if row is None or not await is_within(write.db, row.tenant_id):
+                raise NotFound(f"No such {kind.name}.")
+            before = next(x for x in await kind.of(write.db, row.tenant_id) if x.id == one_id)
+            owner = await write.db.get_one(TenantRow, row.tenant_id)
+            owner.changed = write.number
+            await write.db.delete(row)
+            write.record(f"{kind.name}.remove", f"{kind.name}/{one_id}", before, None)
+            return before
 
 
 async def _owner(write: Write, tenant: str) -> TenantRow:
@@ -202,11 +208,6 @@ async def _subject(write: Write, owner: TenantRow, scope: str, subject: str | No
     return key.id
 
 
-def _check_room(known: int, same: list[Any]) -> None:
-    if not same and known >= MAX_PER_TENANT:
-        raise BadRequest(f"A tenant has at most {MAX_PER_TENANT} of them; remove some first.")
-
-
 class Spend(Struct, frozen=True):
     """Nano-dollars of one budget: in all before `cut`, and from there on by slot of `grain_us`."""
 
@@ -222,25 +223,31 @@ class LedgerSpend:
 
     async def of(
         self,
-        filters: dict[str, str],
+        owner: str,
+        filters: Mapping[str, str],
         *,
         start_us: int,
         cut: int,
         grain_us: int,
         all_slots: bool = False,
     ) -> Spend:
-        """`filters`: column → value. `start_us`: the window's; attempts count by when they began.
-        `all_slots`: also what is before the cut by slot, for windows that slide."""
+        """Of a tenant and all below it. `filters`: column → value. `start_us`: the window's;
+        attempts count by when they began. `all_slots`: also what is before the cut by slot, for
+        windows that slide."""
         start = _time(start_us)
         with translating_database_errors():
             async with self._engine.connect() as db:
+                async with AsyncSession(bind=db) as session:
+                    tenants = await subtree_ids(session, owner)
+                where: dict[str, Sequence[str]] = {"tenant_id": tenants or [owner]}
+                where |= {column: [value] for column, value in filters.items()}
                 rolled = Decimal(0)
                 since = start
                 if not all_slots:
                     since = await _rolled_until(db, start, _time(cut * grain_us))
-                    rolled = await _rolled(db, filters, start, since)
-                    rolled += await _edge(db, filters, start)
-                slots = await _by_slot(db, filters, max(since, start), grain_us)
+                    rolled = await _rolled(db, where, start, since)
+                    rolled += await _edge(db, where, start)
+                slots = await _by_slot(db, where, max(since, start), grain_us)
         early = sum((v for slot, v in slots.items() if slot < cut and not all_slots), Decimal(0))
         return Spend(
             _nano(rolled + early),
@@ -265,14 +272,12 @@ def _whole_hour(start: datetime) -> datetime:
     return floor if floor == start else floor + HOUR
 
 
-async def _rolled(
-    db: AsyncConnection, filters: dict[str, str], start: datetime, until: datetime
-) -> Decimal:
+async def _rolled(db: AsyncConnection, where: Where, start: datetime, until: datetime) -> Decimal:
     query = select(ROLLUPS.c.amount).where(
         ROLLUPS.c.hour >= _whole_hour(start), ROLLUPS.c.hour < until, ROLLUPS.c.currency == "USD"
     )
-    for column, value in filters.items():
-        query = query.where(ROLLUPS.c[column] == value)
+    for column, values in where.items():
+        query = query.where(ROLLUPS.c[column].in_(values))
     total = Decimal(0)
     async with AsyncSession(bind=db) as session:
         async for amount in await session.stream_scalars(query):
@@ -280,25 +285,25 @@ async def _rolled(
     return total
 
 
-async def _edge(db: AsyncConnection, filters: dict[str, str], start: datetime) -> Decimal:
+async def _edge(db: AsyncConnection, where: Where, start: datetime) -> Decimal:
     """Zones that are not whole hours from UTC: the part of an hour at the window's start."""
     end = _whole_hour(start)
     if end == start:
         return Decimal(0)
-    return sum((amount for amount, _ in await _lines(db, filters, start, end)), Decimal(0))
+    return sum((amount for amount, _ in await _lines(db, where, start, end)), Decimal(0))
 
 
 async def _by_slot(
-    db: AsyncConnection, filters: dict[str, str], since: datetime, grain_us: int
+    db: AsyncConnection, where: Where, since: datetime, grain_us: int
 ) -> dict[int, Decimal]:
     slots: dict[int, Decimal] = defaultdict(Decimal)
-    for amount, ended in await _lines(db, filters, since, None):
+    for amount, ended in await _lines(db, where, since, None):
         slots[_us(ended) // grain_us] += amount
     return slots
 
 
 async def _lines(
-    db: AsyncConnection, filters: dict[str, str], since: datetime, until: datetime | None
+    db: AsyncConnection, where: Where, since: datetime, until: datetime | None
 ) -> list[tuple[Decimal, datetime]]:
     query = (
         select(LINES.c.amount, REQUESTS.c.ended_at)
@@ -313,8 +318,8 @@ async def _lines(
     )
     if until is not None:
         query = query.where(EVENTS.c.occurred_at < until)
-    for column, value in filters.items():
-        query = query.where(LINES.c[column] == value)
+    for column, values in where.items():
+        query = query.where(LINES.c[column].in_(values))
     return [(amount, ended) for amount, ended in await db.execute(query)]
 
 

@@ -40,6 +40,7 @@ _EMBEDDINGS: frozenset[str] = frozenset({"embeddings"})
 
 # A token of English text is about four bytes. Only a first estimate: settled with the truth.
 BYTES_PER_TOKEN = 4
+ALLOW_DEGRADE = b"x-meterline-allow-degrade"
 
 
 async def _nobody() -> bool:
@@ -81,8 +82,8 @@ class Asked(Struct, frozen=True, kw_only=True):
             return self
         return structs.replace(
             self,
-            text_bytes=self.text_bytes + previous.size,
-            input_estimate=self.input_estimate + previous.size // BYTES_PER_TOKEN,
+            text_bytes=self.text_bytes + len(previous.items),
+            input_estimate=self.input_estimate + len(previous.items) // BYTES_PER_TOKEN,
         )
 
 
@@ -94,6 +95,7 @@ class Call(Struct, frozen=True, kw_only=True):
     body: bytes
     headers: Iterable[tuple[bytes, bytes]]  # as ASGI gives them, names in lower case
     presence: Presence
+    client: tuple[str, int] | None = None  # the socket's other end, as ASGI gives it
     traceparent: str | None = None
     client_request_id: str | None = None
     vendor_headers: tuple[tuple[bytes, bytes], ...] = ()  # the client's, that may go upstream
@@ -102,7 +104,14 @@ class Call(Struct, frozen=True, kw_only=True):
 
     def credential(self) -> Credential:
         """The key it came with. Raises Unauthenticated."""
-        return read_credential(self.headers)
+        return read_credential(self.headers, self.client)
+
+    def may_degrade(self) -> bool:
+        """Whether the client takes less than it asked for rather than nothing."""
+        return not any(
+            name == ALLOW_DEGRADE and value.strip().lower() == b"false"
+            for name, value in self.headers
+        )
 
     def parse(self) -> Asked:
         """Check the body and read the view. Raises BadRequest with the path of the field."""

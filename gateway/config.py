@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from backends.settings import BackendSettings, EngineSettings
 from gateway.allowances import BudgetSettings, LimitSettings, check_budget, check_limit
 from gateway.errors import BadRequest
+from gateway.trust import AuthSettings, issuer_problems, networks
 from telemetry.settings import TelemetrySettings
 
 Json = Any
@@ -70,6 +71,13 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "replicas need the same. Absent: kept in a file in the data folder."
         ),
     ] = None
+    old_key_peppers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Secret references of earlier peppers, newest first: keys made under them "
+            "go on, and are hashed anew when used."
+        ),
+    ] = ()
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest life of a request, seconds, all attempts included.")
     ] = 600.0
@@ -108,8 +116,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     redis: Annotated[
         str | None,
         Meta(
-            description="redis://, rediss:// or unix:// URL of the counters that all replicas "
-            "share, or a secret reference to it. Absent: counted in this process."
+            description="URL of the counters that all replicas share, or a secret reference to "
+            "it: redis://, rediss://, unix://, redis+sentinel://HOST,HOST/SERVICE or "
+            "redis+cluster://HOST,HOST. Absent: counted in this process."
         ),
     ] = None
 
@@ -144,6 +153,13 @@ class RouteSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             description="Tries per request at most, all targets together. More than there are "
             "targets: those that may have recovered are asked again, after a pause. Absent: each "
             "target once."
+        ),
+    ] = None
+    cheaper: Annotated[
+        str | None,
+        Meta(
+            description="Model of the route that answers when a budget of mode downgrade is spent "
+            "and names none itself."
         ),
     ] = None
 
@@ -191,6 +207,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     health: HealthSettings = HealthSettings()
     limits: LimitSettings = LimitSettings()
     budgets: BudgetSettings = BudgetSettings()
+    auth: AuthSettings = AuthSettings()
     responses: ResponseSettings = ResponseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -206,7 +223,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 _SERVER_SECRETS = ("admin_key", "key_pepper")
-COLD = ("server", "store", "engines", "telemetry")  # tables that only a restart can change
+COLD = ("server", "store", "engines", "auth", "telemetry")  # tables that only a restart can change
 
 
 def embedded() -> Config:
@@ -322,14 +339,23 @@ def _meaning_problems(config: Config) -> list[str]:
                 )
         if all(target.weight == 0 for target in route.targets):
             problems.append(f"routes[{index}].targets: every weight is 0, so none is ever first")
+    for index, route in enumerate(config.routes):
+        if route.cheaper is not None and route.cheaper not in models - {route.model}:
+            problems.append(f"routes[{index}].cheaper: no other route `{route.cheaper}`")
     problems += _allowance_problems(config)
+    problems += _auth_problems(config)
     redis = config.store.redis
     if redis and not is_reference(redis) and not redis.startswith(REDIS_SCHEMES):
-        problems.append("store.redis: must start with redis://, rediss:// or unix://")
+        problems.append("store.redis: must start with " + ", ".join(REDIS_SCHEMES))
     for key in _SERVER_SECRETS:
         value = getattr(config.server, key)
         if value is not None and not is_reference(value):
             problems.append(f"server.{key}: {REFERENCE_RULE}")
+    problems += [
+        f"server.old_key_peppers[{place}]: {REFERENCE_RULE}"
+        for place, value in enumerate(config.server.old_key_peppers)
+        if not is_reference(value)
+    ]
     if config.server.admin_key is None and not is_loopback(config.server.host):
         problems.append(
             "server.admin_key: needed when listening beyond loopback "
@@ -357,6 +383,16 @@ def _allowance_problems(config: Config) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _auth_problems(config: Config) -> list[str]:
+    try:
+        networks(config.auth.trusted_proxies, "auth.trusted_proxies")
+    except BadRequest as error:
+        problems = [f"{error.param}: {error.message}"]
+    else:
+        problems = []
+    return problems + issuer_problems(config.auth.issuers)
+
+
 def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     """Route targets can be checked for existence even while other parts are malformed."""
     try:
@@ -376,7 +412,9 @@ def _reference_problems(data: Mapping[str, Json]) -> list[str]:
     ]
 
 
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = tuple(
+    f"{scheme}://" for scheme in ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster")
+)
 REFERENCE_RULE = "write a reference (env:NAME or file:PATH), never the secret itself"
 
 

@@ -91,7 +91,9 @@ def _shown(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Struct):
         return "table"
     if get_origin(kind) is tuple:
-        return "list of tables"
+        of = get_args(kind)[0]
+        is_table = isinstance(of, type) and issubclass(of, Struct)
+        return "list of tables" if is_table else f"list of {_shown(of)}"
     args = [arg for arg in get_args(kind) if arg is not type(None)]
     if args and all(isinstance(arg, str) for arg in args):
         return " \\| ".join(f"`{arg}`" for arg in args)

@@ -207,6 +207,13 @@ class BudgetSpent(GatewayError):
     outcome = Outcome.BUDGET_REFUSED
 
 
+class Downgrades(BudgetSpent):
+    """A spent budget that lets a cheaper model answer; refuses where there is none. `to`: the route
+    that the budget names."""
+
+    to: str | None = None
+
+
 class LimitsUnavailable(GatewayError):
     status = 503
     code = "limits_unavailable"

@@ -10,7 +10,14 @@ from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
 from gateway.dispatch import first_success
-from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
+from gateway.errors import (
+    BadRequest,
+    Downgrades,
+    Draining,
+    LedgerUnavailable,
+    ModelUnknown,
+    Unauthenticated,
+)
 from gateway.limits import Limits
 from gateway.refusals import Refusals
 from gateway.responses import ResponseStore
@@ -20,6 +27,10 @@ from gateway.stopping import ask_to_stop
 from telemetry import trace_context
 from telemetry.ledger import Ledger, OpenRecord, WalUnavailable
 from telemetry.record import Attempt
+
+DEGRADED = "x-meterline-degraded"
+CHEAPER = "cheaper-model;budget"  # rung; reason
+ENDED = ("chat", "completions")  # whose streams we know how to end; others settle with a debt
 
 
 class Gateway:
@@ -68,9 +79,16 @@ class Gateway:
                 route = runtime.route(asked.model, caller)
                 previous = await self._previous(caller, asked)
                 asked = asked.going_on_from(previous)
+                record.data.input_estimate = asked.input_estimate
                 targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
-                await self.limits.admit(call, caller, asked, targets)
+                try:
+                    await self.limits.admit(call, caller, asked, targets)
+                except Downgrades as spent:
+                    route = self._cheaper(call, caller, route, spent, runtime)
+                    targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
+                    record.data.degraded = call.answer_headers[DEGRADED] = CHEAPER
+                    await self.limits.admit(call, caller, asked, targets, is_downgraded=True)
                 self._intend(record)  # in the log before anything is spent
             call.presence.ask_to_stop = partial(ask_to_stop, record, runtime.upstreams)
             live = await first_success(
@@ -84,7 +102,8 @@ class Gateway:
                 attempts=route.attempts,
                 dice=self._dice.random,
             )
-        return Answer(call, asked, live, record, previous)
+        growth = self.limits.growth(call.request_id) if call.surface in ENDED else None
+        return Answer(call, asked, live, record, previous, growth)
 
     async def remember(self, answer: Answer, response: bytes) -> None:
         """Keep a complete answer that its client may go on from. It is settled already."""
@@ -118,7 +137,22 @@ class Gateway:
             raise
         record.data.tenant_id = caller.tenant_id
         record.data.key_id = caller.key_id
+        caller.require(call.surface)
         return caller
+
+    @staticmethod
+    def _cheaper(
+        call: Call, caller: Caller, route: Route, spent: Downgrades, runtime: Runtime
+    ) -> Route:
+        """The route that a spent budget goes on with. Raises `spent` if there is none that this
+        caller may use, or if it wants no other."""
+        to = spent.to or route.cheaper
+        if to is None or to == route.model or not call.may_degrade():
+            raise spent
+        try:
+            return runtime.route(to, caller)
+        except ModelUnknown:
+            raise spent from None
 
     @staticmethod
     def _intend(record: OpenRecord) -> None:

@@ -3,8 +3,9 @@ a bounded rate, so that a flood of bad keys can fill neither the disk nor the re
 
 from typing import Final
 
-from gateway.auth import AMBIGUOUS, EXPIRED, MISSING, REVOKED, SUSPENDED
+from gateway.auth import ADDRESS, AMBIGUOUS, EXPIRED, MISSING, REVOKED, SUSPENDED
 from gateway.errors import Unauthenticated
+from gateway.tokens import REASONS as TOKEN_REASONS
 from telemetry.clock import Clock
 
 _REASONS: Final = {
@@ -13,6 +14,8 @@ _REASONS: Final = {
     EXPIRED: "expired",
     REVOKED: "revoked",
     SUSPENDED: "suspended",
+    ADDRESS: "address",
+    **dict.fromkeys(TOKEN_REASONS, "token"),
 }
 PER_S: Final = 20
 BURST: Final = 200

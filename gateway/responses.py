@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 MAX_ID_CHARS: Final = 128
 QUERY_S: Final = 2.0  # that a request may wait for the database
 
-_read_input: Final = msgspec.json.Decoder(dict[str, Raw]).decode
-_read_items: Final = msgspec.json.Decoder(list[Any]).decode
+_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_read_items: Final = msgspec.json.Decoder(list[Raw]).decode
 
 
 class StoredResponseRow(TenantBase):
@@ -61,6 +61,9 @@ class _Answered(Struct):
     output: list[Raw]
 
 
+_read_answer: Final = msgspec.json.Decoder(_Answered).decode
+
+
 class ResponseStore:
     """All responses of all tenants; each question is one tenant's."""
 
@@ -82,7 +85,7 @@ class ResponseStore:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return Previous(found.backend, _read_items(found.items), len(found.items))
+        return Previous(found.backend, bytes(found.items))
 
     async def read(self, tenant_id: TenantId, response_id: str) -> bytes:
         """The response as it was answered. Raises NotFound."""
@@ -112,12 +115,12 @@ class ResponseStore:
     ) -> None:
         """Remember an answer. The client has been served and billed by now, so what the database
         does not take is logged and counted, and only cannot be gone on from."""
-        answered = msgspec.json.decode(response, type=_Answered)
-        asked = msgspec.json.decode(_read_input(body)["input"])
-        if isinstance(asked, str):
-            asked = [{"type": "message", "role": "user", "content": asked}]
-        earlier = [] if previous is None else previous.items
-        items = msgspec.json.encode([*earlier, *asked, *answered.output])
+        try:
+            answered = _read_answer(response)
+            items = _conversation(previous, _read_fields(body)["input"], answered.output)
+        except msgspec.MsgspecError as error:  # a backend's answer without an id, or without items
+            self._failed(error)
+            return
         size = len(response) + len(items)
         room = self._settings().tenant_mb * 1_000_000
         if size > room or len(answered.id) > MAX_ID_CHARS:
@@ -138,8 +141,11 @@ class ResponseStore:
                 async with asyncio.timeout(QUERY_S):
                     await self._insert(tenant_id, row, room)
         except (StoreUnavailable, IntegrityError) as error:  # an id that a backend gave twice
-            self.failures += 1
-            log.warning("response_not_stored", extra={"reason": type(error).__name__})
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        log.warning("response_not_stored", extra={"reason": type(error).__name__})
 
     async def _insert(self, tenant_id: TenantId, row: dict[str, Any], room: int) -> None:
         table = StoredResponseRow
@@ -184,6 +190,16 @@ class ResponseStore:
 def _of(tenant_id: TenantId, response_id: str) -> tuple[Any, Any]:
     table = StoredResponseRow
     return table.tenant_id == tenant_id, table.response_id == response_id
+
+
+def _conversation(previous: Previous | None, asked: Raw, answered: list[Raw]) -> bytes:
+    """All items until now. Text is a message of the user."""
+    items = [] if previous is None else _read_items(previous.items)
+    if bytes(asked).startswith(b'"'):
+        items.append(Raw(b'{"type":"message","role":"user","content":%s}' % bytes(asked)))
+    else:
+        items += _read_items(asked)
+    return msgspec.json.encode([*items, *answered])
 
 
 def _not_found(response_id: str) -> NotFound:

@@ -20,6 +20,7 @@ class Route(Struct, frozen=True):
     model: str
     targets: tuple[Target, ...]
     attempts: int | None = None  # None: each target once
+    cheaper: str | None = None  # the route that a spent budget goes on with
 
 
 def _always(_: Target) -> bool:

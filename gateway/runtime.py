@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from backends.base import Backend, Timeouts
 from backends.registry import dialect
 from backends.settings import BackendSettings, Dialect
@@ -50,8 +52,8 @@ class Runtime:
     def route(self, model: str, caller: Caller) -> Route:
         """The route of a model that this caller may use. A model that is not theirs looks exactly
         like one that does not exist."""
-        route = self.routes.get(model)
-        if route is None or not caller.may_use(model):
+        route = self._open_to(self.routes.get(model), caller)
+        if route is None:
             shown = model if len(model) <= 100 else f"{model[:100]}…"
             raise ModelUnknown(
                 f"The model '{shown}' does not exist or you do not have access to it. "
@@ -61,7 +63,21 @@ class Runtime:
         return route
 
     def models(self, caller: Caller) -> list[str]:
-        return [model for model in self.routes if caller.may_use(model)]
+        return [
+            model
+            for model, route in self.routes.items()
+            if self._open_to(route, caller) is not None
+        ]
+
+    @staticmethod
+    def _open_to(route: Route | None, caller: Caller) -> Route | None:
+        """The route as far as this caller may use it; None: not at all."""
+        if route is None or not caller.may_use(route.model):
+            return None
+        if caller.target_allow is None:
+            return route
+        targets = tuple(t for t in route.targets if caller.may_reach(t.backend, t.model))
+        return replace(route, targets=targets) if targets else None
 
 
 def routes_of(config: Config) -> dict[str, Route]:
@@ -80,6 +96,7 @@ def routes_of(config: Config) -> dict[str, Route]:
                 for target in route.targets
             ),
             route.attempts,
+            route.cheaper,
         )
         for route in config.routes
     }

@@ -1,20 +1,33 @@
 """The gateway's own secrets: the admin key and the pepper of API keys. Given by reference, or made
 at first start and kept in the data folder, readable by its owner only."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from gateway.config import Config, resolve
-from gateway.keys import mint_admin_key, open_pepper
+from gateway.keys import PepperInvalid, mint_admin_key, open_pepper, read_pepper
 from telemetry.redaction import Secret
 
 
-def pepper(config: Config, environment: Mapping[str, str]) -> bytes:
-    """What API keys are hashed with. All replicas on one database need the same."""
+def peppers(config: Config, environment: Mapping[str, str]) -> list[bytes]:
+    """What API keys are hashed with, newest first. All replicas on one database need the same.
+    Raises ConfigInvalid, PepperInvalid."""
     if config.server.key_pepper is not None:
-        return resolve(config.server.key_pepper, environment).encode()
-    return open_pepper(Path(config.store.data_dir) / "key-pepper")
+        newest = _pepper(config.server.key_pepper, environment)
+    else:
+        newest = open_pepper(Path(config.store.data_dir) / "key-pepper")
+    return [newest, *(_pepper(old, environment) for old in config.server.old_key_peppers)]
+
+
+def _pepper(reference: str, environment: Mapping[str, str]) -> bytes:
+    """A file may hold the bytes as they are, as the one that we make does."""
+    kind, _, name = reference.partition(":")
+    if kind == "file":
+        with contextlib.suppress(OSError, PepperInvalid):
+            return read_pepper(Path(name))
+    return resolve(reference, environment).encode()
 
 
 def admin_key(config: Config, environment: Mapping[str, str]) -> tuple[Secret, Secret | None]:

@@ -1,5 +1,8 @@
 """Tenants, their API keys and the audit log: tables, queries, and nothing else that knows SQL.
 
+Tenants are a tree (organisation, team, project, to any depth up to `MAX_DEPTH`): what a tenant may
+take, its ancestors must allow too, and who suspends one suspends all below it.
+
 Serves SQLite and PostgreSQL alike. Must not know HTTP, caches or how a credential arrives.
 Invariants: every write is one transaction that starts by taking the next number of
 `identity_state` (so writes are serial, and numbers appear in commit order), stamps the rows it
@@ -8,7 +11,7 @@ changed since. No row is ever deleted: usage refers to them for years.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,8 +22,9 @@ from uuid import UUID
 import asyncpg
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from sqlalchemy import (
+    CTE,
     JSON,
     BigInteger,
     Boolean,
@@ -29,11 +33,14 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
+    Select,
     String,
     event,
+    func,
     or_,
     select,
     text,
+    true,
     update,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
@@ -41,13 +48,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from gateway.allowances import Budget, Limit
-from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable
-from gateway.keys import MODEL_PATTERN, PREFIX, KeyRing
+from gateway.errors import BadRequest, Conflict, Forbidden, NotFound, StoreUnavailable
+from gateway.keys import MODEL_PATTERN, PREFIX, SCOPES, KeyRing
+from gateway.roles import Principal
+from gateway.trust import networks
 from telemetry.clock import Clock
 from telemetry.database import open_engine
 from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
 from telemetry.money import plain
 from telemetry.redaction import Secret
+from telemetry.reports.chargeback import TenantPlace
 from telemetry.tables import Money, UtcTime
 
 TenantState = Literal["active", "suspended", "deleted"]
@@ -55,6 +65,10 @@ KeyState = Literal["active", "rotated", "expired", "revoked"]
 
 NAME: Final = re.compile(r"\w(?:[\w .@+-]{0,62}[\w.@+-])?")
 LABEL: Final = re.compile(r"[a-z0-9](?:[a-z0-9._/-]{0,61}[a-z0-9])?")
+KIND: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
+CURRENCY: Final = re.compile(r"[A-Z]{3}")
+MAX_DEPTH: Final = 16
+MAX_COST_CENTRE_CHARS: Final = 64
 MAX_LABELS: Final = 32
 MAX_LABEL_CHARS: Final = 256
 MAX_KEY_NAME_CHARS: Final = 100
@@ -63,6 +77,7 @@ MAX_GRACE: Final = timedelta(days=90)
 MAX_LIFE: Final = timedelta(days=36_525)
 MAX_PAGE: Final = 100
 MAX_CHANGES: Final = 1_000
+WITHIN: Final = "within"  # in a session's info: whose part of the tree it may see
 
 Big = BigInteger().with_variant(Integer, "sqlite")
 Json = JSON(none_as_null=True)
@@ -81,8 +96,12 @@ class TenantRow(TenantBase):
     __tablename__ = "tenant"
 
     id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    parent_id: Mapped[str | None] = mapped_column(String(36))  # null: at the top
     name: Mapped[str] = mapped_column(String(64))
+    kind: Mapped[str | None] = mapped_column(String(32))
     state: Mapped[str] = mapped_column(String(16))
+    cost_centre: Mapped[str | None] = mapped_column(String(MAX_COST_CENTRE_CHARS))
+    currency: Mapped[str | None] = mapped_column(String(3))
     labels: Mapped[dict[str, str]] = mapped_column(Json)
     created_at: Mapped[datetime] = mapped_column(UtcTime)
     changed: Mapped[int] = mapped_column(Big)
@@ -92,10 +111,19 @@ class TenantRow(TenantBase):
             "uq_tenant_name",
             "name",
             unique=True,
+            sqlite_where=text("state != 'deleted' AND parent_id IS NULL"),
+            postgresql_where=text("state != 'deleted' AND parent_id IS NULL"),
+        ),
+        Index(
+            "uq_tenant_name_below",
+            "parent_id",
+            "name",
+            unique=True,
             sqlite_where=text("state != 'deleted'"),
             postgresql_where=text("state != 'deleted'"),
         ),
         Index("ix_tenant_changed", "changed"),
+        Index("ix_tenant_parent", "parent_id"),
     )
 
 
@@ -110,6 +138,9 @@ class KeyRow(TenantBase):
     name: Mapped[str] = mapped_column(String(MAX_KEY_NAME_CHARS))
     secret_hmac: Mapped[bytes] = mapped_column(LargeBinary(32))
     model_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: all models
+    target_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: all targets
+    scopes: Mapped[list[str] | None] = mapped_column(Json)  # null: all scopes
+    ip_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: from anywhere
     created_at: Mapped[datetime] = mapped_column(UtcTime)
     expires_at: Mapped[datetime | None] = mapped_column(UtcTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcTime)
@@ -155,6 +186,7 @@ class BudgetRow(TenantBase):
     zone: Mapped[str] = mapped_column(String(64))
     mode: Mapped[str] = mapped_column(String(16))
     strict: Mapped[bool] = mapped_column(Boolean)
+    downgrade_to: Mapped[str | None] = mapped_column(String(256))
 
     __table_args__ = (Index("ix_budget_tenant", "tenant_id"),)
 
@@ -171,8 +203,25 @@ class AuditRow(TenantBase):
     object: Mapped[str] = mapped_column(String(128))
     before: Mapped[Any | None] = mapped_column(Json)
     after: Mapped[Any | None] = mapped_column(Json)
+    request_id: Mapped[str | None] = mapped_column(String(64))
 
     __table_args__ = (Index("ix_audit_log_object", "object", "id"),)
+
+
+class AdminKeyRow(TenantBase):
+    """An administrator's key: a role, for all tenants or for one and what is below it."""
+
+    __tablename__ = "admin_key"
+
+    id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    public_id: Mapped[str] = mapped_column(String(32), unique=True)
+    name: Mapped[str] = mapped_column(String(MAX_KEY_NAME_CHARS))
+    role: Mapped[str] = mapped_column(String(16))
+    tenant_id: Mapped[str | None] = mapped_column(String(36), ForeignKey("tenant.id"))
+    secret_hmac: Mapped[bytes] = mapped_column(LargeBinary(32))
+    created_at: Mapped[datetime] = mapped_column(UtcTime)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcTime)
 
 
 class IdentityStateRow(TenantBase):
@@ -219,12 +268,59 @@ class Tenant(Struct, frozen=True, kw_only=True):
     """A tenant."""
 
     id: Annotated[TenantId, Meta(description="Never changes and is never used again.")]
-    name: Annotated[str, Meta(description="Unique among tenants that are not deleted.")]
+    path: Annotated[str, Meta(description="The names from the top: `acme/search/ranking`.")]
+    name: Annotated[str, Meta(description="Unique among the living tenants of its parent.")]
+    parent_id: Annotated[TenantId | None, Meta(description="null: at the top.")]
+    kind: Annotated[
+        str | None, Meta(description="What it is to you: organisation, team, project, …")
+    ]
     state: Annotated[
         TenantState, Meta(description="The keys of a tenant that is not active are refused.")
     ]
-    labels: Annotated[dict[str, str], Meta(description="Free facts, such as a cost centre.")]
+    effective_state: Annotated[TenantState, Meta(description="suspended too where an ancestor is.")]
+    cost_centre: Annotated[
+        str | None, Meta(description="Where it is booked; null: as its nearest ancestor.")
+    ]
+    currency: Annotated[
+        str | None, Meta(description="In which it is billed; null: as its nearest ancestor.")
+    ]
+    labels: Annotated[dict[str, str], Meta(description="Free facts.")]
     created_at: datetime
+
+
+class TenantChange(Struct, frozen=True, kw_only=True):
+    """What to change of a tenant; UNSET leaves as it is, None takes it away. `parent`: id, path or
+    name of the new parent, None to move it to the top."""
+
+    name: str | UnsetType = UNSET
+    parent: str | UnsetType | None = UNSET
+    kind: str | UnsetType | None = UNSET
+    cost_centre: str | UnsetType | None = UNSET
+    currency: str | UnsetType | None = UNSET
+    labels: dict[str, str] | UnsetType = UNSET
+
+
+class Ancestor(Struct, frozen=True, kw_only=True):
+    """A tenant above another one: what it allows binds those below."""
+
+    tenant_id: TenantId
+    tenant: str
+    state: TenantState = "active"
+    limits: tuple[Limit, ...] = ()
+    budgets: tuple[Budget, ...] = ()
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a tenant stands in the tree, for reports."""
+
+    names: tuple[str, ...]  # from the top, itself last
+    ids: tuple[str, ...]  # likewise
+    cost_centre: str | None  # its own, or its nearest ancestor's
+    currency: str | None  # likewise
+
+    @property
+    def path(self) -> str:
+        return "/".join(self.names)
 
 
 class Key(Struct, frozen=True, kw_only=True):
@@ -233,6 +329,7 @@ class Key(Struct, frozen=True, kw_only=True):
     id: Annotated[KeyId, Meta(description="What the ledger and the audit log call it.")]
     public_id: Annotated[str, Meta(description="The readable part: `sk-ml-PUBLICID-…`.")]
     tenant_id: TenantId
+    tenant: Annotated[str, Meta(description="The tenant's path.")]
     name: Annotated[str, Meta(description="What it is for.")]
     state: Annotated[
         KeyState,
@@ -244,6 +341,21 @@ class Key(Struct, frozen=True, kw_only=True):
             description="Models it may ask for: names, and starts of names followed by `*`. "
             "null: all. Empty: none."
         ),
+    ]
+    target_allow: Annotated[
+        list[str] | None,
+        Meta(
+            description="Where its requests may go: `BACKEND/MODEL`, and starts of it followed by "
+            "`*`. null: anywhere. Empty: nowhere."
+        ),
+    ]
+    scopes: Annotated[
+        list[str] | None,
+        Meta(description=f"What it may do, of {', '.join(SCOPES)}. null: all. Empty: nothing."),
+    ]
+    ip_allow: Annotated[
+        list[str] | None,
+        Meta(description="Networks (CIDR) it may be used from. null: any. Empty: none."),
     ]
     created_at: datetime
     expires_at: Annotated[datetime | None, Meta(description="null: never.")]
@@ -264,7 +376,19 @@ class KeyChange(Struct, frozen=True, kw_only=True):
 
     name: str | UnsetType = UNSET
     model_allow: list[str] | UnsetType | None = UNSET
+    target_allow: list[str] | UnsetType | None = UNSET
+    scopes: list[str] | UnsetType | None = UNSET
+    ip_allow: list[str] | UnsetType | None = UNSET
     expires_at: datetime | UnsetType | None = UNSET
+
+
+class Bounds(Struct, frozen=True, kw_only=True):
+    """What a key is narrowed to. Of each list: None allows all, an empty one nothing."""
+
+    model_allow: list[str] | None = None
+    target_allow: list[str] | None = None
+    scopes: list[str] | None = None
+    ip_allow: list[str] | None = None
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -282,6 +406,10 @@ class Identity(Struct, frozen=True, kw_only=True):
     grace_until: datetime | None
     limits: tuple[Limit, ...] = ()  # of the tenant, all of them
     budgets: tuple[Budget, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()  # nearest first, the top last
+    target_allow: list[str] | None = None
+    scopes: list[str] | None = None
+    ip_allow: list[str] | None = None
 
     __repr__ = object.__repr__
 
@@ -300,6 +428,14 @@ class Page(Generic[Item]):
 # ---------------------------------------------------------------------------------------- queries
 
 
+class View(Struct, frozen=True, kw_only=True):
+    """On whose behalf a query runs."""
+
+    actor: str | None = None  # None: whom the caller of the method names
+    within: str | None = None  # a tenant: it and all below it are all there is
+    request_id: str | None = None
+
+
 @dataclass(slots=True)
 class Write:
     """One open write transaction. Whoever changes what a key may do stamps its row, or its
@@ -310,6 +446,7 @@ class Write:
     at: datetime
     now_ns: int
     actor: str
+    request_id: str | None = None
 
     def record(self, action: str, of: str, before: Struct | None, after: Struct | None) -> None:
         self.db.add(
@@ -320,18 +457,33 @@ class Write:
                 object=of,
                 before=None if before is None else msgspec.to_builtins(before),
                 after=None if after is None else msgspec.to_builtins(after),
+                request_id=self.request_id,
             )
         )
 
 
 class Tenants:
-    """Every query on tenants and keys. A tenant is referred to by id or name, a key by id, public
-    id, or any text that starts like the key. Raises leaves of the gateway's error tree only."""
+    """Every query on tenants and keys. A tenant is referred to by id, by its path from the top, or
+    by its name where only one has it; a key by id, public id, or any text that starts like the key.
+    Raises leaves of the gateway's error tree only."""
 
-    def __init__(self, engine: AsyncEngine, ring: KeyRing, clock: Clock) -> None:
+    def __init__(
+        self, engine: AsyncEngine, ring: KeyRing, clock: Clock, view: View | None = None
+    ) -> None:
         self._engine = engine
         self._ring = ring
         self._clock = clock
+        self._view = view or View()
+
+    @property
+    def within(self) -> str | None:
+        """The tenant that is all there is for whoever asks; None: all are."""
+        return self._view.within
+
+    def seen_by(self, principal: Principal, request_id: str | None = None) -> Self:
+        """As this principal may see it: its part of the tree, and its name in the audit log."""
+        view = View(actor=principal.name, within=principal.tenant_id, request_id=request_id)
+        return type(self)(self._engine, self._ring, self._clock, view)
 
     @classmethod
     def open(cls, database: str, ring: KeyRing, clock: Clock) -> Self:
@@ -351,75 +503,154 @@ class Tenants:
     # -- tenants
 
     async def create_tenant(
-        self, name: str, labels: Mapping[str, str] | None = None, *, actor: str
+        self,
+        name: str,
+        labels: Mapping[str, str] | None = None,
+        *,
+        parent: str | None = None,
+        kind: str | None = None,
+        cost_centre: str | None = None,
+        currency: str | None = None,
+        actor: str,
     ) -> Tenant:
+        """`parent`: id, path or name; None: at the top."""
         _check_name(name)
         _check_labels(labels or {})
-        try:
+        _check_facts(kind, cost_centre, currency)
+        with _taken(name):
             async with self.writing(actor) as write:
+                if parent is None:
+                    _check_top(write.db)
+                above = None if parent is None else await _find_parent(write.db, parent)
                 row = TenantRow(
                     id=new_tenant_id(write.now_ns),
+                    parent_id=None if above is None else above.id,
                     name=name,
+                    kind=kind,
                     state="active",
+                    cost_centre=cost_centre,
+                    currency=currency,
                     labels=dict(labels or {}),
                     created_at=write.at,
                     changed=write.number,
                 )
                 write.db.add(row)
                 await write.db.flush()
-                tenant = _tenant(row)
+                await _check_depth(write.db, row)
+                tenant = await _shown(write.db, row)
                 write.record("tenant.create", f"tenant/{row.id}", None, tenant)
-        except IntegrityError:
-            raise Conflict(f"A tenant named {name} exists already.", param="name") from None
         return tenant
 
-    async def tenants(self, *, after: str | None = None, limit: int = 20) -> Page[Tenant]:
-        """All tenants, deleted ones too, by age."""
+    async def tenants(
+        self, *, after: str | None = None, limit: int = 20, below: str | None = None
+    ) -> Page[Tenant]:
+        """All tenants, deleted ones too, by age; or one and all below it."""
         query = select(TenantRow).order_by(TenantRow.id).limit(_page_size(limit) + 1)
         if after is not None:
             query = query.where(TenantRow.id > _cursor(after))
         async with self.reading() as db:
-            rows = (await db.scalars(query)).all()
-        return Page([_tenant(row) for row in rows[:limit]], len(rows) > limit)
+            query = query.where(_seen(db, TenantRow.id))
+            if below is not None:
+                top = await find_tenant(db, below)
+                query = query.where(TenantRow.id.in_(select(_subtree([top.id]).c.id)))
+            rows = (await db.scalars(query)).all()[: limit + 1]
+            shown = await _all_shown(db, rows[:limit])
+        return Page(shown, len(rows) > limit)
 
     async def tenant(self, ref: str) -> Tenant:
         async with self.reading() as db:
-            return _tenant(await find_tenant(db, ref))
+            return await _shown(db, await find_tenant(db, ref))
+
+    async def subtree(self, ref: str) -> list[TenantId]:
+        """The ids of a tenant and of all below it, deleted ones too."""
+        async with self.reading() as db:
+            return await subtree_ids(db, (await find_tenant(db, ref)).id)
+
+    async def places(self) -> dict[str, Place]:
+        """id → where it stands, of every tenant, deleted ones too."""
+        async with self.reading() as db:
+            rows = {row.id: row for row in await db.scalars(select(TenantRow))}
+            seen = set(await db.scalars(select(TenantRow.id).where(_seen(db, TenantRow.id))))
+        return {
+            tenant_id: _place(_chain(tenant_id, rows)) for tenant_id in rows if tenant_id in seen
+        }
+
+    async def change_tenant(self, ref: str, change: TenantChange, *, actor: str) -> Tenant:
+        """Rename, move, or change its facts. Whoever is moved takes all below along."""
+        if change.name is not UNSET:
+            _check_name(change.name)
+        if change.labels is not UNSET:
+            _check_labels(change.labels)
+        _check_facts(change.kind, change.cost_centre, change.currency)
+        with _taken(ref if change.name is UNSET else change.name):
+            async with self.writing(actor) as write:
+                row = await find_tenant(write.db, ref)
+                check_alive(row)
+                before = await _shown(write.db, row)
+                for column in ("name", "kind", "cost_centre", "currency", "labels"):
+                    value = getattr(change, column)
+                    if value is not UNSET:
+                        setattr(row, column, value)
+                if change.parent is not UNSET:
+                    await _move_below(write.db, row, change.parent)
+                await write.db.flush()
+                after = await _shown(write.db, row)
+                if after == before:
+                    return after
+                row.changed = write.number
+                moved = after.parent_id != before.parent_id
+                action = "tenant.move" if moved else "tenant.change"
+                write.record(action, f"tenant/{row.id}", before, after)
+                return after
 
     async def suspend_tenant(self, ref: str, *, actor: str) -> Tenant:
-        """From now on its keys are refused. Suspending twice is one act."""
+        """From now on its keys are refused, and those of all tenants below it. Suspending twice is
+        one act."""
         return await self._set_state(ref, "suspended", "tenant.suspend", actor)
 
     async def resume_tenant(self, ref: str, *, actor: str) -> Tenant:
+        """Tenants below it that were suspended themselves stay so."""
         return await self._set_state(ref, "active", "tenant.resume", actor)
 
     async def delete_tenant(self, ref: str, *, actor: str) -> Tenant:
-        """For good: its keys are revoked and its name is free again; its usage stays."""
+        """For good: its keys are revoked and its name is free again; its usage stays. Refused while
+        living tenants are below it."""
         async with self.writing(actor) as write:
             row = await find_tenant(write.db, ref)
             if row.state == "deleted":
-                return _tenant(row)
+                return await _shown(write.db, row)
+            below = await write.db.scalar(
+                select(func.count())
+                .select_from(TenantRow)
+                .where(TenantRow.parent_id == row.id, TenantRow.state != "deleted")
+            )
+            if below:
+                raise Conflict(
+                    f"{below} tenants are right below this one: move or delete them first, or "
+                    "suspend this one to refuse the keys of all."
+                )
             keys = await write.db.scalars(
                 select(KeyRow).where(KeyRow.tenant_id == row.id, KeyRow.revoked_at.is_(None))
             )
             for key in keys:
-                self._revoke(write, key)
-            return self._move(write, row, "deleted", "tenant.delete")
+                await self._revoke(write, key)
+            return await self._move(write, row, "deleted", "tenant.delete")
 
     async def _set_state(self, ref: str, state: TenantState, action: str, actor: str) -> Tenant:
         async with self.writing(actor) as write:
             row = await find_tenant(write.db, ref)
             if row.state == state:
-                return _tenant(row)
+                return await _shown(write.db, row)
             check_alive(row)
-            return self._move(write, row, state, action)
+            return await self._move(write, row, state, action)
 
-    def _move(self, write: Write, row: TenantRow, state: TenantState, action: str) -> Tenant:
-        before = _tenant(row)
+    async def _move(self, write: Write, row: TenantRow, state: TenantState, action: str) -> Tenant:
+        before = await _shown(write.db, row)
         row.state = state
         row.changed = write.number
-        write.record(action, f"tenant/{row.id}", before, _tenant(row))
-        return _tenant(row)
+        after = await _shown(write.db, row)
+        write.record(action, f"tenant/{row.id}", before, after)
+        return after
 
     # -- keys
 
@@ -429,23 +660,29 @@ class Tenants:
         *,
         name: str = "",
         model_allow: Sequence[str] | None = None,
+        target_allow: Sequence[str] | None = None,
+        scopes: Sequence[str] | None = None,
+        ip_allow: Sequence[str] | None = None,
         expires_at: datetime | None = None,
         actor: str,
     ) -> IssuedKey:
-        """`model_allow`: names and `prefix*` patterns; None allows all, an empty list none."""
-        self._check_key(name, model_allow, expires_at)
+        """Of each list: None allows all, an empty one nothing."""
+        bounds = Bounds(
+            model_allow=_listed(model_allow),
+            target_allow=_listed(target_allow),
+            scopes=_listed(scopes),
+            ip_allow=_listed(ip_allow),
+        )
+        self._check_key(name, bounds, expires_at)
         async with self.writing(actor) as write:
             owner = await find_tenant(write.db, tenant)
             check_alive(owner)
             row, secret = await self._mint(
-                write,
-                tenant_id=owner.id,
-                name=name,
-                model_allow=None if model_allow is None else list(model_allow),
-                expires_at=expires_at,
+                write, tenant_id=owner.id, name=name, bounds=bounds, expires_at=expires_at
             )
-            write.record("key.create", f"key/{row.id}", None, _key(row, write.at))
-            return IssuedKey(key=_key(row, write.at), secret=secret)
+            made = await _key_shown(write.db, row, write.at)
+            write.record("key.create", f"key/{row.id}", None, made)
+            return IssuedKey(key=made, secret=secret)
 
     async def keys(
         self, tenant: str | None = None, *, after: str | None = None, limit: int = 20
@@ -455,15 +692,16 @@ class Tenants:
         if after is not None:
             query = query.where(KeyRow.id > _cursor(after))
         async with self.reading() as db:
+            query = query.where(_seen(db, KeyRow.tenant_id))
             if tenant is not None:
                 query = query.where(KeyRow.tenant_id == (await find_tenant(db, tenant)).id)
             rows = (await db.scalars(query)).all()
-        now = self._now()
-        return Page([_key(row, now) for row in rows[:limit]], len(rows) > limit)
+            shown = await _keys_shown(db, rows[:limit], self._now())
+        return Page(shown, len(rows) > limit)
 
     async def key(self, ref: str) -> Key:
         async with self.reading() as db:
-            return _key(await find_key(db, ref), self._now())
+            return await _key_shown(db, await find_key(db, ref), self._now())
 
     async def rotate_key(self, ref: str, grace: timedelta, *, actor: str) -> IssuedKey:
         """A new key like the old one, which works on until `grace` has passed. A key that expires
@@ -475,46 +713,52 @@ class Tenants:
         async with self.writing(actor) as write:
             old = await find_key(write.db, ref)
             await self._check_usable(write, old)
-            before = _key(old, write.at)
+            before = await _key_shown(write.db, old, write.at)
             new, secret = await self._mint(
                 write,
                 tenant_id=old.tenant_id,
                 name=old.name,
-                model_allow=old.model_allow,
+                bounds=msgspec.convert(old, Bounds, from_attributes=True),
                 expires_at=old.expires_at and write.at + (old.expires_at - old.created_at),
             )
             old.rotated_to = new.id
             old.grace_until = write.at + grace
             old.changed = write.number
-            write.record("key.create", f"key/{new.id}", None, _key(new, write.at))
-            write.record("key.rotate", f"key/{old.id}", before, _key(old, write.at))
-            return IssuedKey(key=_key(new, write.at), secret=secret)
+            made, after = await _keys_shown(write.db, [new, old], write.at)
+            write.record("key.create", f"key/{new.id}", None, made)
+            write.record("key.rotate", f"key/{old.id}", before, after)
+            return IssuedKey(key=made, secret=secret)
 
     async def revoke_key(self, ref: str, *, actor: str) -> Key:
         """At once and for good; a second time changes nothing."""
         async with self.writing(actor) as write:
             row = await find_key(write.db, ref)
             if row.revoked_at is None:
-                self._revoke(write, row)
-            return _key(row, write.at)
+                await self._revoke(write, row)
+            return await _key_shown(write.db, row, write.at)
 
     async def change_key(self, ref: str, change: KeyChange, *, actor: str) -> Key:
         self._check_key(
             "" if change.name is UNSET else change.name,
-            None if change.model_allow is UNSET else change.model_allow,
+            Bounds(
+                model_allow=change.model_allow or None,
+                target_allow=change.target_allow or None,
+                scopes=change.scopes or None,
+                ip_allow=change.ip_allow or None,
+            ),
             None if change.expires_at is UNSET else change.expires_at,
         )
         async with self.writing(actor) as write:
             row = await find_key(write.db, ref)
             if row.revoked_at is not None:
                 raise Conflict("This key is revoked; create a new one.")
-            before = _key(row, write.at)
+            before = await _key_shown(write.db, row, write.at)
             for column in change.__struct_fields__:
                 value = getattr(change, column)
                 if value is not UNSET:
                     setattr(row, column, value)
             row.changed = write.number
-            after = _key(row, write.at)
+            after = await _key_shown(write.db, row, write.at)
             write.record("key.change", f"key/{row.id}", before, after)
             return after
 
@@ -524,7 +768,7 @@ class Tenants:
         *,
         tenant_id: str,
         name: str,
-        model_allow: list[str] | None,
+        bounds: Bounds,
         expires_at: datetime | None,
     ) -> tuple[KeyRow, Secret]:
         await self._claim_pepper(write)
@@ -535,7 +779,7 @@ class Tenants:
             tenant_id=tenant_id,
             name=name,
             secret_hmac=minted.digest,
-            model_allow=model_allow,
+            **asdict(bounds),
             created_at=write.at,
             expires_at=expires_at,
             changed=write.number,
@@ -544,28 +788,27 @@ class Tenants:
         await write.db.flush()
         return row, minted.secret
 
-    def _revoke(self, write: Write, row: KeyRow) -> None:
-        before = _key(row, write.at)
+    async def _revoke(self, write: Write, row: KeyRow) -> None:
+        before = await _key_shown(write.db, row, write.at)
         row.revoked_at = write.at
         row.changed = write.number
-        write.record("key.revoke", f"key/{row.id}", before, _key(row, write.at))
+        after = await _key_shown(write.db, row, write.at)
+        write.record("key.revoke", f"key/{row.id}", before, after)
 
     async def _check_usable(self, write: Write, row: KeyRow) -> None:
         check_alive(await find_tenant(write.db, row.tenant_id))
-        state = _key(row, write.at).state
+        state = _key_state(row, write.at)
         if state in ("revoked", "expired"):
             raise Conflict(f"This key is {state}; create a new one.")
         if row.rotated_to is not None:
             raise Conflict(f"This key was rotated already, to {row.rotated_to}; rotate that one.")
 
-    def _check_key(
-        self, name: str, model_allow: Sequence[str] | None, expires_at: datetime | None
-    ) -> None:
+    def _check_key(self, name: str, bounds: Bounds, expires_at: datetime | None) -> None:
         if len(name) > MAX_KEY_NAME_CHARS or not name.isprintable():
             raise BadRequest(
                 f"A key's name is up to {MAX_KEY_NAME_CHARS} printable characters.", param="name"
             )
-        _check_models(model_allow or ())
+        _check_bounds(bounds)
         if expires_at is None:
             return
         if expires_at.tzinfo is None:
@@ -577,12 +820,23 @@ class Tenants:
 
     async def _claim_pepper(self, write: Write) -> None:
         state = await write.db.get_one(IdentityStateRow, 1)
-        if state.pepper_check is None:
-            state.pepper_check = self._ring.fingerprint()
-        self._same_pepper(state.pepper_check)
+        if state.pepper_check is not None:
+            self._same_pepper(state.pepper_check)
+        state.pepper_check = self._ring.fingerprint()
+
+    async def rehash(self, public_id: str, old: bytes, new: bytes) -> None:
+        """Keep a key's HMAC under the newest pepper from now on, unless it changed meanwhile."""
+        async with self.writing("gateway") as write:
+            row = await find_key(write.db, public_id)
+            if row.secret_hmac == old and row.revoked_at is None:
+                row.secret_hmac = new
+                row.changed = write.number
+                state = await write.db.get_one(IdentityStateRow, 1)
+                state.pepper_check = self._ring.fingerprint()
+                write.record("key.rehash", f"key/{row.id}", None, None)
 
     def _same_pepper(self, known: bytes) -> None:
-        if known != self._ring.fingerprint():
+        if not self._ring.knows(known):
             raise Conflict(
                 "The key pepper is not the one that this database's keys were made with: "
                 "restore it, or no existing key is recognised."
@@ -603,19 +857,50 @@ class Tenants:
             key, tenant = found
             limits = await limits_of(db, tenant.id)
             budgets = await budgets_of(db, tenant.id)
+            ancestors = await _ancestors(db, tenant)
         return Identity(
             key_id=KeyId(key.id),
             public_id=key.public_id,
             secret_hmac=key.secret_hmac,
             tenant_id=TenantId(tenant.id),
             tenant_name=tenant.name,
-            tenant_state=_tenant(tenant).state,
+            tenant_state=_state(tenant),
             model_allow=key.model_allow,
             expires_at=key.expires_at,
             revoked_at=key.revoked_at,
             grace_until=key.grace_until,
             limits=tuple(limits),
             budgets=tuple(budgets),
+            ancestors=tuple(ancestors),
+            target_allow=key.target_allow,
+            scopes=key.scopes,
+            ip_allow=key.ip_allow,
+        )
+
+    async def tenant_identity(self, ref: str) -> Identity | None:
+        """A tenant by id or path, as a key of it without any bound would see it; for tokens."""
+        async with self.reading() as db:
+            try:
+                tenant = await find_tenant(db, ref)
+            except (NotFound, BadRequest):
+                return None
+            limits = await limits_of(db, tenant.id)
+            budgets = await budgets_of(db, tenant.id)
+            ancestors = await _ancestors(db, tenant)
+        return Identity(
+            key_id=KeyId(""),
+            public_id="",
+            secret_hmac=b"",
+            tenant_id=TenantId(tenant.id),
+            tenant_name=tenant.name,
+            tenant_state=_state(tenant),
+            model_allow=None,
+            expires_at=None,
+            revoked_at=None,
+            grace_until=None,
+            limits=tuple(limits),
+            budgets=tuple(budgets),
+            ancestors=tuple(ancestors),
         )
 
     async def version(self) -> int:
@@ -624,11 +909,12 @@ class Tenants:
             return _required(await db.scalar(select(IdentityStateRow.version)))
 
     async def changed_since(self, version: int) -> list[str] | None:
-        """Public ids of keys touched by later writes, by their tenant's too; None: too many."""
+        """Public ids of keys touched by later writes, by those to their tenant or a tenant above it
+        too; None: too many."""
+        touched = _below(select(TenantRow.id).where(TenantRow.changed > version))
         query = (
             select(KeyRow.public_id)
-            .join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-            .where(or_(KeyRow.changed > version, TenantRow.changed > version))
+            .where(or_(KeyRow.changed > version, KeyRow.tenant_id.in_(select(touched.c.id))))
             .limit(MAX_CHANGES + 1)
         )
         async with self.reading() as db:
@@ -640,13 +926,16 @@ class Tenants:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         with translating_database_errors():
-            async with AsyncSession(self._engine, expire_on_commit=False) as db:
+            async with self._session() as db:
                 yield db
+
+    def _session(self) -> AsyncSession:
+        return AsyncSession(self._engine, expire_on_commit=False, info={WITHIN: self._view.within})
 
     @asynccontextmanager
     async def writing(self, actor: str) -> AsyncIterator[Write]:
         with translating_database_errors():
-            async with AsyncSession(self._engine, expire_on_commit=False) as db, db.begin():
+            async with self._session() as db, db.begin():
                 # First, and in both databases a lock until commit: writes are one after the other.
                 number = await db.scalar(
                     update(IdentityStateRow)
@@ -655,7 +944,14 @@ class Tenants:
                     .returning(IdentityStateRow.version)
                 )
                 now_ns = self._clock.now_ns()
-                yield Write(db, _required(number), _instant(now_ns), now_ns, actor)
+                yield Write(
+                    db,
+                    _required(number),
+                    _instant(now_ns),
+                    now_ns,
+                    self._view.actor or actor,
+                    self._view.request_id,
+                )
 
     def _now(self) -> datetime:
         return _instant(self._clock.now_ns())
@@ -697,17 +993,165 @@ def _required(number: int | None) -> int:
 
 
 async def find_tenant(db: AsyncSession, ref: str) -> TenantRow:
+    """By id; by path from the top; by name, if no other living tenant has it."""
     query = select(TenantRow)
     if _is_uuid(ref):
         query = query.where(TenantRow.id == ref.lower())
-    elif NAME.fullmatch(ref):
-        query = query.where(TenantRow.name == ref, TenantRow.state != "deleted")
+        row = (await db.scalars(query)).one_or_none()
     else:
-        raise NotFound("No such tenant.")
-    row = (await db.scalars(query)).one_or_none()
-    if row is None:
+        names = ref.split("/")
+        if len(names) > MAX_DEPTH or not all(NAME.fullmatch(name) for name in names):
+            raise NotFound("No such tenant.")
+        row = await _by_path(db, names)
+        if row is None and len(names) == 1:
+            row = await _by_name(db, ref)
+    if row is None or not await is_within(db, row.id):
         raise NotFound("No such tenant.")
     return row
+
+
+async def is_within(db: AsyncSession, tenant_id: str) -> bool:
+    """Whether the session's principal may know of this tenant."""
+    within = db.info.get(WITHIN)
+    return within is None or tenant_id in await subtree_ids(db, within)
+
+
+def _seen(db: AsyncSession, column: Any) -> Any:
+    """The condition that a column names a tenant which the session's principal may know of."""
+    within = db.info.get(WITHIN)
+    return true() if within is None else column.in_(select(_subtree([within]).c.id))
+
+
+def _check_top(db: AsyncSession) -> None:
+    if db.info.get(WITHIN) is not None:
+        raise Forbidden(
+            "Only who administers all tenants may put one at the top; name a parent of your part "
+            "of the tree.",
+            param="parent",
+        )
+
+
+async def _by_path(db: AsyncSession, names: Sequence[str]) -> TenantRow | None:
+    row: TenantRow | None = None
+    for name in names:
+        row = await db.scalar(
+            select(TenantRow).where(
+                TenantRow.name == name,
+                TenantRow.parent_id.is_(None) if row is None else TenantRow.parent_id == row.id,
+                TenantRow.state != "deleted",
+            )
+        )
+        if row is None:
+            return None
+    return row
+
+
+async def _by_name(db: AsyncSession, name: str) -> TenantRow | None:
+    query = select(TenantRow).where(TenantRow.name == name, TenantRow.state != "deleted")
+    found = (await db.scalars(query.limit(2))).all()
+    if len(found) > 1:
+        raise BadRequest(
+            f"Several tenants are named {name}: write the path from the top, such as acme/{name}, "
+            "or the id.",
+            param="tenant",
+        )
+    return found[0] if found else None
+
+
+async def _find_parent(db: AsyncSession, ref: str) -> TenantRow:
+    try:
+        row = await find_tenant(db, ref)
+    except NotFound:
+        raise NotFound("No such tenant to be the parent.", param="parent") from None
+    if row.state == "deleted":
+        raise Conflict("The parent is deleted; choose a living tenant.", param="parent")
+    return row
+
+
+async def _move_below(db: AsyncSession, row: TenantRow, parent: str | None) -> None:
+    """Refuses what would make a circle."""
+    if parent is None:
+        _check_top(db)
+        row.parent_id = None
+        return
+    above = await _find_parent(db, parent)
+    if above.id in await subtree_ids(db, row.id):
+        what = "itself" if above.id == row.id else f"{above.name}, which is below it"
+        raise BadRequest(
+            f"{row.name} cannot be moved under {what}: that would be a circle. Move "
+            f"{above.name} out of {row.name} first, or choose another parent.",
+            param="parent",
+        )
+    row.parent_id = above.id
+    await db.flush()
+    await _check_depth(db, row)
+
+
+async def _check_depth(db: AsyncSession, row: TenantRow) -> None:
+    """The whole chain through this tenant, down to its deepest, is at most `MAX_DEPTH` long."""
+    over = len(await _chain_of(db, row)) - 1
+    level, ids = 0, [row.id]
+    while ids and over + level <= MAX_DEPTH:
+        level += 1
+        ids = list(await db.scalars(select(TenantRow.id).where(TenantRow.parent_id.in_(ids))))
+    if over + level > MAX_DEPTH:
+        raise BadRequest(f"The tree is at most {MAX_DEPTH} tenants deep.", param="parent")
+
+
+async def _chain_of(db: AsyncSession, row: TenantRow) -> list[TenantRow]:
+    """The tenant and its ancestors, nearest first."""
+    return (await _chains(db, [row]))[row.id]
+
+
+async def _chains(db: AsyncSession, rows: Sequence[TenantRow]) -> dict[str, list[TenantRow]]:
+    """Of each tenant: it and its ancestors, nearest first. One query a level."""
+    known = {row.id: row for row in rows}
+    missing = {row.parent_id for row in rows} - known.keys()
+    while missing - {None}:
+        found = (await db.scalars(select(TenantRow).where(TenantRow.id.in_(missing)))).all()
+        known |= {row.id: row for row in found}
+        missing = {row.parent_id for row in found} - known.keys()
+    return {row.id: _chain(row.id, known) for row in rows}
+
+
+def _chain(tenant_id: str, rows: Mapping[str, TenantRow]) -> list[TenantRow]:
+    chain: list[TenantRow] = []
+    following: str | None = tenant_id
+    while following is not None and following in rows:
+        chain.append(rows[following])
+        following = rows[following].parent_id
+    return chain
+
+
+async def _ancestors(db: AsyncSession, tenant: TenantRow) -> list[Ancestor]:
+    if tenant.parent_id is None:
+        return []
+    return [
+        Ancestor(
+            tenant_id=TenantId(row.id),
+            tenant=row.name,
+            state=_state(row),
+            limits=tuple(await limits_of(db, row.id)),
+            budgets=tuple(await budgets_of(db, row.id)),
+        )
+        for row in (await _chain_of(db, tenant))[1:]
+    ]
+
+
+def _below(tops: Select[str]) -> CTE:
+    """The ids of these tenants and of all below them. UNION: each once, so it ends."""
+    found = tops.cte("below", recursive=True)
+    return found.union(select(TenantRow.id).join(found, TenantRow.parent_id == found.c.id))
+
+
+def _subtree(tops: Iterable[str]) -> CTE:
+    return _below(select(TenantRow.id).where(TenantRow.id.in_(list(tops))))
+
+
+async def subtree_ids(db: AsyncSession, tenant_id: str) -> list[TenantId]:
+    """A tenant's id and those of all below it, deleted ones too: whose usage counts for it."""
+    found = await db.scalars(select(_subtree([tenant_id]).c.id))
+    return [TenantId(one) for one in found]
 
 
 async def find_key(db: AsyncSession, ref: str) -> KeyRow:
@@ -720,14 +1164,14 @@ async def find_key(db: AsyncSession, ref: str) -> KeyRow:
             raise NotFound("No such key.")
         query = query.where(KeyRow.public_id == public_id)
     row = (await db.scalars(query)).one_or_none()
-    if row is None:
+    if row is None or not await is_within(db, row.tenant_id):
         raise NotFound("No such key.")
     return row
 
 
 async def limits_of(db: AsyncSession, tenant_id: str | None) -> list[Limit]:
     """A tenant's limits, or all, by age."""
-    query = select(LimitRow).order_by(LimitRow.id)
+    query = select(LimitRow).where(_seen(db, LimitRow.tenant_id)).order_by(LimitRow.id)
     if tenant_id is not None:
         query = query.where(LimitRow.tenant_id == tenant_id)
     rows = (await db.scalars(query)).all()
@@ -737,7 +1181,7 @@ async def limits_of(db: AsyncSession, tenant_id: str | None) -> list[Limit]:
 
 async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
     """A tenant's budgets, or all, by age."""
-    query = select(BudgetRow).order_by(BudgetRow.id)
+    query = select(BudgetRow).where(_seen(db, BudgetRow.tenant_id)).order_by(BudgetRow.id)
     if tenant_id is not None:
         query = query.where(BudgetRow.tenant_id == tenant_id)
     rows = (await db.scalars(query)).all()
@@ -745,18 +1189,71 @@ async def budgets_of(db: AsyncSession, tenant_id: str | None) -> list[Budget]:
     return [replace(budget, amount_usd=Decimal(plain(budget.amount_usd))) for budget in budgets]
 
 
-def _tenant(row: TenantRow) -> Tenant:
-    return msgspec.convert(row, Tenant, from_attributes=True)
+async def _shown(db: AsyncSession, row: TenantRow) -> Tenant:
+    return (await _all_shown(db, [row]))[0]
 
 
-def _key(row: KeyRow, now: datetime) -> Key:
+async def _all_shown(db: AsyncSession, rows: Sequence[TenantRow]) -> list[Tenant]:
+    chains = await _chains(db, rows)
+    return [_tenant(chains[row.id]) for row in rows]
+
+
+def _tenant(chain: Sequence[TenantRow]) -> Tenant:
+    row = chain[0]
+    states = {one.state for one in chain}
+    state = next(worst for worst in ("deleted", "suspended", "active") if worst in states)
+    return Tenant(
+        id=TenantId(row.id),
+        path=_place(chain).path,
+        name=row.name,
+        parent_id=None if row.parent_id is None else TenantId(row.parent_id),
+        kind=row.kind,
+        state=_state(row),
+        effective_state=msgspec.convert(state, TenantState),
+        cost_centre=row.cost_centre,
+        currency=row.currency,
+        labels=row.labels,
+        created_at=row.created_at,
+    )
+
+
+def _place(chain: Sequence[TenantRow]) -> Place:
+    return Place(
+        names=tuple(row.name for row in reversed(chain)),
+        ids=tuple(row.id for row in reversed(chain)),
+        cost_centre=next((row.cost_centre for row in chain if row.cost_centre), None),
+        currency=next((row.currency for row in chain if row.currency), None),
+    )
+
+
+def _state(row: TenantRow) -> TenantState:
+    state: TenantState = msgspec.convert(row.state, TenantState)
+    return state
+
+
+async def _key_shown(db: AsyncSession, row: KeyRow, now: datetime) -> Key:
+    return (await _keys_shown(db, [row], now))[0]
+
+
+async def _keys_shown(db: AsyncSession, rows: Sequence[KeyRow], now: datetime) -> list[Key]:
+    ids = {row.tenant_id for row in rows}
+    owners = (await db.scalars(select(TenantRow).where(TenantRow.id.in_(ids)))).all()
+    chains = await _chains(db, owners)
+    return [_key(row, now, _place(chains[row.tenant_id]).path) for row in rows]
+
+
+def _key(row: KeyRow, now: datetime, tenant: str) -> Key:
     return Key(
         id=KeyId(row.id),
         public_id=row.public_id,
         tenant_id=TenantId(row.tenant_id),
+        tenant=tenant,
         name=row.name,
         state=_key_state(row, now),
         model_allow=row.model_allow,
+        target_allow=row.target_allow,
+        scopes=row.scopes,
+        ip_allow=row.ip_allow,
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
@@ -788,6 +1285,40 @@ def _check_name(name: str) -> None:
         )
 
 
+def _check_facts(
+    kind: str | UnsetType | None,
+    cost_centre: str | UnsetType | None,
+    currency: str | UnsetType | None,
+) -> None:
+    if isinstance(kind, str) and not KIND.fullmatch(kind):
+        raise BadRequest(
+            "A kind is one word of a-z, 0-9 and -, such as organisation, team or project.",
+            param="kind",
+        )
+    if isinstance(cost_centre, str) and not (
+        0 < len(cost_centre) <= MAX_COST_CENTRE_CHARS and cost_centre.isprintable()
+    ):
+        raise BadRequest(
+            f"A cost centre is 1 to {MAX_COST_CENTRE_CHARS} printable characters.",
+            param="cost_centre",
+        )
+    if isinstance(currency, str) and not CURRENCY.fullmatch(currency):
+        raise BadRequest(
+            "A currency is its three letters (ISO 4217), such as EUR.", param="currency"
+        )
+
+
+@contextmanager
+def _taken(name: str) -> Iterator[None]:
+    """What a second tenant of a name at one place is told."""
+    try:
+        yield
+    except IntegrityError:
+        raise Conflict(
+            f"A tenant named {name} exists already at that place.", param="name"
+        ) from None
+
+
 def _check_labels(labels: Mapping[str, str]) -> None:
     if len(labels) > MAX_LABELS:
         raise BadRequest(f"A tenant has at most {MAX_LABELS} labels.", param="labels")
@@ -804,18 +1335,37 @@ def _check_labels(labels: Mapping[str, str]) -> None:
             )
 
 
-def _check_models(patterns: Sequence[str]) -> None:
+def _listed(texts: Sequence[str] | None) -> list[str] | None:
+    return None if texts is None else list(texts)
+
+
+def _check_bounds(bounds: Bounds) -> None:
+    """Raises BadRequest with the field's path and what to do."""
+    _check_patterns(
+        bounds.model_allow or (),
+        "model_allow",
+        "A model is a name, or the start of names followed by one `*`.",
+    )
+    _check_patterns(
+        bounds.target_allow or (),
+        "target_allow",
+        "A target is BACKEND/MODEL, or the start of it followed by one `*`.",
+    )
+    for place, scope in enumerate(bounds.scopes or ()):
+        if scope not in SCOPES:
+            raise BadRequest(f"A scope is one of {', '.join(SCOPES)}.", param=f"scopes[{place}]")
+    networks(bounds.ip_allow or (), "ip_allow")
+
+
+def _check_patterns(patterns: Sequence[str], field: str, rule: str) -> None:
     if len(patterns) > MAX_MODEL_PATTERNS:
         raise BadRequest(
-            f"A key lists at most {MAX_MODEL_PATTERNS} models; use a pattern such as `name*`.",
-            param="model_allow",
+            f"A key lists at most {MAX_MODEL_PATTERNS} of them; use a pattern such as `name*`.",
+            param=field,
         )
     for place, pattern in enumerate(patterns):
         if not MODEL_PATTERN.fullmatch(pattern) or not pattern.isprintable():
-            raise BadRequest(
-                "A model is a name, or the start of names followed by one `*`.",
-                param=f"model_allow[{place}]",
-            )
+            raise BadRequest(rule, param=f"{field}[{place}]")
 
 
 def _page_size(limit: int) -> int:
@@ -846,7 +1396,22 @@ def _instant(now_ns: int) -> datetime:
     )
 
 
+async def tenant_names(tenants: Tenants) -> dict[str, str]:
+    """id → path of every tenant, deleted ones too."""
+    return {tenant_id: place.path for tenant_id, place in (await tenants.places()).items()}
+
+
+async def tenant_places(tenants: Tenants) -> dict[str, TenantPlace]:
+    """id → where it stands, for reports by level and cost centre."""
+    return {
+        tenant_id: TenantPlace(ids=place.ids, cost_centre=place.cost_centre)
+        for tenant_id, place in (await tenants.places()).items()
+    }
+
+
 __all__ = [
+    "AdminKeyRow",
+    "Ancestor",
     "AuditRow",
     "BudgetRow",
     "Identity",
@@ -858,22 +1423,17 @@ __all__ = [
     "KeyState",
     "LimitRow",
     "Page",
+    "Place",
     "Tenant",
     "TenantBase",
+    "TenantChange",
     "TenantRow",
     "TenantState",
     "Tenants",
+    "View",
     "Write",
+    "is_within",
+    "subtree_ids",
+    "tenant_names",
+    "tenant_places",
 ]
-
-
-async def tenant_names(tenants: Tenants) -> dict[str, str]:
-    """id → name of every tenant, deleted ones too."""
-    names: dict[str, str] = {}
-    after: str | None = None
-    while True:
-        page = await tenants.tenants(after=after, limit=MAX_PAGE)
-        names |= {tenant.id: tenant.name for tenant in page.items}
-        if not page.has_more:
-            return names
-        after = page.items[-1].id

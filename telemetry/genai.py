@@ -50,6 +50,7 @@ CLIENT_REQUEST_ID: Final = "meterline.client_request_id"
 TENANT_ID: Final = "meterline.tenant_id"
 KEY_ID: Final = "meterline.key_id"  # the public half
 ASKED_MODEL: Final = "meterline.asked_model"
+DEGRADED: Final = "meterline.degraded"
 STREAM: Final = "meterline.stream"
 OUTCOME: Final = "meterline.outcome"
 ERROR_CODE: Final = "meterline.error.code"

@@ -178,6 +178,8 @@ _OVERHEAD = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 _OVERHEAD_WHY = "from half a millisecond: the gateway's own work is meant to stay in the first four"
 _FSYNC = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 _FSYNC_WHY = "100 µs is a fast NVMe, 10 ms a disk, above 50 ms admissions feel it"
+_STORE_WAIT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+_STORE_WAIT_WHY = "half a millisecond is a local Redis, 50 ms all that a request waits"
 _BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 _BATCH_WHY = "powers of two up to the largest batch that a config may ask for"
 
@@ -346,10 +348,26 @@ SLICE_ADMITTED = _counter(
     "requests",
     "Requests admitted by this process's slice while the shared counters were away.",
 )
+STORE_WAIT = _histogram(
+    "meterline_limits_store_wait_seconds",
+    "seconds",
+    "How long a request waited for the shared counters, all its questions together.",
+    *(_STORE_WAIT, _STORE_WAIT_WHY),
+)
 BUDGET_OVERRUNS = _counter(
     "meterline_budget_overruns_total",
     "budgets",
     "Soft budgets that were overrun, once per budget and window.",
+)
+BUDGET_DOWNGRADES = _counter(
+    "meterline_budget_downgrades_total",
+    "requests",
+    "Requests that a spent budget of mode downgrade sent to a cheaper model.",
+)
+STREAMS_CUT = _counter(
+    "meterline_budget_streams_ended_total",
+    "requests",
+    "Streams without max_tokens that ended because no budget held more of them.",
 )
 ADMITTED = _counter(
     "meterline_admitted_total",
@@ -475,6 +493,7 @@ GATEWAY: tuple[Metric, ...] = (
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, IN_FLIGHT, OPEN_STREAMS, ATTEMPTS),
     *(CIRCUIT_STATE, CIRCUIT_OPENED),
     *(LIMIT_REFUSALS, LIMITS_DEGRADED, LIMIT_HOLDS, SLICE_ADMITTED, BUDGET_OVERRUNS),
+    *(STORE_WAIT, BUDGET_DOWNGRADES, STREAMS_CUT),
     *(STREAM_DISCONNECTS, UNAUTHENTICATED, TOKENS, COST, UNPRICED_USAGE),
     *(AMBIGUOUS_USAGE, USAGE_CONFLICTS, ADMITTED, SETTLED, SWEPT, INTENTS_OPEN),
     *(WAL_APPENDED, WAL_SHIPPED, WAL_PENDING_BYTES, WAL_OLDEST_PENDING, WAL_FSYNC),

@@ -126,6 +126,7 @@ class RequestRecord(Struct, kw_only=True):
     client_request_id: str | None = None
     input_estimate: int = 0  # tokens, before the call
     output_limit: int | None = None  # max_tokens x n, if the client said
+    degraded: str | None = None  # "rung;reason", if it got less than it asked for
     stages: list[Stage] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     chunks: int = 0  # SSE events with content that were handed to the client's socket

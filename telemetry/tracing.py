@@ -149,6 +149,7 @@ def _root_span(record: RequestRecord, ended_ns: int) -> SpanData:
                 genai.TENANT_ID: record.tenant_id,
                 genai.KEY_ID: record.key_id,
                 genai.ASKED_MODEL: record.asked_model,
+                genai.DEGRADED: record.degraded,
                 genai.STREAM: record.stream,
                 genai.OUTCOME: None if record.outcome is None else record.outcome.value,
                 genai.ATTEMPTS: len(record.attempts),

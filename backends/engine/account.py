@@ -164,10 +164,9 @@ def draft_price(decodes: int, model: CostModel) -> float:
     return min(1.0, extra_s * decodes / step_s)
 
 
-def drafting_price(decodes: int, draft: CostModel, model: CostModel) -> float:
-    """What one guess of a second model costs each, as a part of a step of so many decodes."""
-    work = [Work(1, 1, 1)] * decodes
-    return stand_alone_s(work, draft) / stand_alone_s(work, model)
+def decode_step_s(decodes: int, model: CostModel) -> float:
+    """What a step of so many decodes takes, as modelled, attention aside."""
+    return stand_alone_s([Work(1, 1, 1)] * decodes, model)
 
 
 def wall_phase(rows: Sequence[Row]) -> WallPhase:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from backends.engine.account import CostModel, Work, calibrate, shares
+from backends.engine.account import CostModel, Work, calibrate, decode_step_s, shares
 from backends.engine.guided import GuideFailed
 from backends.engine.kv import BlockPool, blocks_for
 from backends.engine.runner import Decoder, sampled
@@ -116,6 +116,9 @@ class DraftModel:
                         still.append(i)
             going = still
         return [Guesses(tuple(t), s) for t, s in zip(told, drafting_s, strict=True)]
+
+    def guess_s(self, sequences: int) -> float:
+        return decode_step_s(sequences, self.costs)
 
     def forget(self, sequence: Sequence) -> None:
         shadow = self._shadows.pop(id(sequence), None)

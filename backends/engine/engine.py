@@ -23,8 +23,8 @@ from backends.engine.account import (
     StepClock,
     calibrate,
     charge,
+    decode_step_s,
     draft_price,
-    drafting_price,
     prompt_room,
     wall_phase,
 )
@@ -682,7 +682,9 @@ class _StepLoop:
 def _guess_price(decodes: int, costs: CostModel, drafter: Drafter | None) -> float:
     """Of a guess, drafted and checked, as a part of a step without any."""
     price = draft_price(decodes, costs)
-    return price if drafter is None else price + drafting_price(decodes, drafter.costs, costs)
+    if drafter is None:
+        return price
+    return price + drafter.guess_s(decodes) / decode_step_s(decodes, costs)
 
 
 def _rejected(row: Row, choice: Outcome) -> int:

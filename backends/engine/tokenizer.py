@@ -9,6 +9,7 @@ import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 import tokenizers
@@ -63,6 +64,11 @@ class Tokenizer:
             for token, text in enumerate(vocabulary)
         ]
         self._bytes += [b""] * (self.size - len(vocabulary))
+
+    def save(self, path: Path) -> None:
+        """The vocabulary as a `tokenizers` file. Special tokens are not in it: it counts plain
+        text."""
+        self._bpe.save(str(path))
 
     def encode(self, text: str) -> list[int]:
         """Plain text: `<|im_end|>` in it is six ordinary tokens."""

@@ -5,7 +5,7 @@ A `Job` is one request; it has one `Sequence` per choice. The engine thread alon
 
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
@@ -14,9 +14,6 @@ from backends.engine.spec import Pace, Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import TextDecoder
 from backends.engine.weights import Pooling
-
-if TYPE_CHECKING:
-    from backends.engine.account import CostModel
 
 
 class FinishReason(StrEnum):
@@ -375,10 +372,12 @@ class Guesses(Struct, frozen=True):
 class Drafter(Protocol):
     """A second, smaller model. Used by the engine thread alone."""
 
-    costs: "CostModel"
-
     def draft(self, asked: SequenceOf[tuple[Sequence, int]]) -> list[Guesses]:
         """For each sequence at most so many tokens that may follow its own."""
+        ...
+
+    def guess_s(self, sequences: int) -> float:
+        """What one guess for each of so many takes, as modelled."""
         ...
 
     def forget(self, sequence: Sequence) -> None:

@@ -38,6 +38,7 @@ from backends.translate.shapes import (
 from telemetry.record import Surface
 
 _read: Final = msgspec.json.Decoder(ResponsesAsked).decode
+_read_items: Final = msgspec.json.Decoder(list[InputItem]).decode
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _read_echo: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _read_answer: Final = msgspec.json.Decoder(ChatAnswer).decode
@@ -82,8 +83,8 @@ class WithItems(Translator):
         fields = _read_fields(self.request.body)
         fields.pop("previous_response_id", None)
         earlier = self.request.previous
-        items = [] if earlier is None else [_without_id(item) for item in earlier.items]
-        items = [item for item in items if item is not None]
+        known = [] if earlier is None else msgspec.json.decode(earlier.items)
+        items = [item for item in map(_without_id, known) if item is not None]
         items += items_of(msgspec.json.decode(fields["input"]))
         return encode({**fields, "input": items})
 
@@ -151,7 +152,7 @@ class ResponsesOverChat(Translator):
             messages.append({"role": "system", "content": asked.instructions})
         items: list[InputItem] = []
         if self.request.previous is not None:
-            items += msgspec.convert(self.request.previous.items, list[InputItem])
+            items += _read_items(self.request.previous.items)
         if isinstance(asked.input, str):
             items.append(InputItem(role="user", content=asked.input))
         else:

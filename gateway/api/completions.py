@@ -93,7 +93,7 @@ async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) ->
         error = MethodNotAllowed("Use POST.", allowed=["POST"])
         await _Sending(send, voice_of(surface)).problem(error, request_id, close=False)
         return
-    call = await _read(gateway, scope["headers"], receive, surface, request_id)
+    call = await _read(gateway, scope, receive, surface, request_id)
     if idempotency.has_key(call):
         await idempotency.serve(
             gateway,
@@ -228,13 +228,14 @@ class _Sending:
 
 async def _read(
     gateway: Gateway,
-    raw: Iterable[tuple[bytes, bytes]],
+    scope: Scope,
     receive: Receive,
     surface: Surface,
     request_id: RequestId,
 ) -> Call:
     """The request as a Call. A body that cannot be taken is a fault that the pipeline raises once
     it knows whose request it is, so that it is recorded like any other refusal."""
+    raw: Iterable[tuple[bytes, bytes]] = scope["headers"]
     headers = dict(raw)
     server = gateway.runtimes.current.config.server
     body, fault = b"", None
@@ -244,7 +245,7 @@ async def _read(
             receive,
             server.max_body_mb * 1_000_000,
             server.body_timeout_s,
-            lambda: gateway.auth.identify(read_credential(raw)),
+            lambda: gateway.auth.identify(read_credential(raw, scope["client"])),
         )
     except GatewayError as error:
         fault = error
@@ -255,6 +256,7 @@ async def _read(
         fault=fault,
         headers=tuple(raw),
         presence=Presence(),
+        client=scope.get("client"),
         traceparent=_text(headers, b"traceparent"),
         client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),
         vendor_headers=_vendor_headers(headers) if surface in _ANTHROPIC else (),

@@ -273,6 +273,7 @@ async def serve(
             raise call.fault
         key = key_of(call)
         caller = await gateway.auth.identify(call.credential())
+        caller.require(call.surface)
     except GatewayError:
         if call.fault is None and _is_malformed(call):
             await _refuse(gateway, call, None, send, BadRequest(_RULE, param="Idempotency-Key"))

@@ -47,6 +47,9 @@ class NewBudget(Struct, kw_only=True, forbid_unknown_fields=True):
     hours: Annotated[int | None, Meta(description="Length of a rolling window.")] = None
     zone: Annotated[str, Meta(description="IANA time zone of calendar windows.")] = "UTC"
     mode: Mode = "hard"
+    downgrade_to: Annotated[
+        str | None, Meta(description="Of mode downgrade: the cheaper route's model.")
+    ] = None
     scope: BudgetScope = "tenant"
     subject: Subject = None
     strict: Strict = False
@@ -71,6 +74,7 @@ class LimitController(Controller):
 
     path = "/limits"
     tags = ("limits",)
+    opt = {"area": "limits"}  # noqa: RUF012  # the framework's form
 
     @put("/", summary="Set a limit")
     async def put_limit(self, data: JSONBody[NewLimit], allowances: Store) -> Limit:
@@ -99,6 +103,7 @@ class BudgetController(Controller):
 
     path = "/budgets"
     tags = ("budgets",)
+    opt = {"area": "budgets"}  # noqa: RUF012  # the framework's form
 
     @put("/", summary="Set a budget")
     async def put_budget(self, data: JSONBody[NewBudget], allowances: Store) -> Budget:
@@ -109,6 +114,7 @@ class BudgetController(Controller):
             hours=data.hours,
             zone=data.zone,
             mode=data.mode,
+            downgrade_to=data.downgrade_to,
             scope=data.scope,
             subject=data.subject,
             strict=data.strict,

@@ -17,7 +17,10 @@ ModelName = Annotated[str, PathParameter(description="As in the list. May hold s
 
 
 async def _caller(request: Request[Any, Any, Any], gateway: Gateway) -> Caller:
-    return await gateway.auth.identify(read_credential(request.scope["headers"]))
+    credential = read_credential(request.scope["headers"], request.scope["client"])
+    caller = await gateway.auth.identify(credential)
+    caller.require("models")
+    return caller
 
 
 @get("/v1/models", opt={"caller": "tenant"}, tags=["models"], summary="List models")

@@ -1,5 +1,7 @@
 """OpenAPI for the routes below the framework: it cannot see their bodies, so they say them here."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,8 +15,10 @@ from litestar.openapi.spec import (
     RequestBody,
     Schema,
 )
+from litestar.routes import HTTPRoute
 from typing_extensions import override
 
+from gateway.roles import act_of, roles_for
 from gateway.wire import (
     ChatBody,
     CompletionBody,
@@ -57,6 +61,23 @@ def add_completions(document: OpenAPI) -> None:
     paths["/v1/responses"] = _path("ResponsesBody", "Response", "responses")
     paths["/v1/messages"] = _path("MessagesBody", "Message (Anthropic)", "messages")
     paths["/v1/messages/count_tokens"] = _path("CountBody", "Count tokens", "count_tokens")
+
+
+def add_roles(document: OpenAPI, routes: Iterable[Any]) -> None:
+    """Say on each route of the admin API which roles may call it."""
+    paths = document.paths
+    assert paths is not None
+    for route in routes:
+        if not isinstance(route, HTTPRoute):
+            continue
+        for method, (handler, _) in route.route_handler_map.items():
+            area = handler.opt.get("area")
+            item = paths.get(re.sub(r":\w+}", "}", route.path))
+            operation = None if item is None else getattr(item, method.lower(), None)
+            if area is not None and operation is not None:
+                roles = ", ".join(roles_for(area, act_of(method)))
+                said = f"{operation.description} " if operation.description else ""
+                operation.description = f"{said}Roles: {roles}."
 
 
 class _Raw(Schema):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
-from litestar.types import Send
+from litestar.types import Message, Scope, Send
 
 from gateway.errors import (
     BadRequest,
@@ -110,6 +110,14 @@ def stamp(response: Response[Any]) -> Response[Any]:
     return response
 
 
+async def name_request(message: Message, scope: Scope) -> None:
+    """Where a route has its own request id, as in the audit log, the answer carries that one."""
+    found = scope.get("state", {}).get("request_id")
+    if found is not None and message["type"] == "http.response.start":
+        others = [(k, v) for k, v in message["headers"] if k.lower() != b"x-request-id"]
+        message["headers"] = [*others, (b"x-request-id", str(found).encode())]
+
+
 def from_framework(error: HTTPException, path: str) -> GatewayError:
     """What the framework raised, as one of ours."""
     match error.status_code:
@@ -132,7 +140,7 @@ def from_framework(error: HTTPException, path: str) -> GatewayError:
 
 def handle(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """The exception handler of every route that litestar runs."""
-    request_id = new_request_id()
+    request_id = str(request.state.get("request_id") or new_request_id())
     if isinstance(error, GatewayError):
         problem = error
     elif isinstance(error, HTTPException) and error.status_code < 500:

@@ -4,17 +4,17 @@ Parses, asks the `Desk`, renders. Must not know SQL or how a report is made.
 """
 
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from litestar import Response, Router, get
-from litestar.connection import ASGIConnection
+from litestar import Request, Response, Router, get
 from litestar.datastructures import ResponseHeader
 from litestar.di import NamedDependency, Provide
-from litestar.handlers import BaseRouteHandler
 from litestar.params import PathParameter, QueryParameter, SkipValidation
 
-from gateway.auth import Admin, read_credential
+from gateway.api.guards import guard, principal_of
+from gateway.auth import Admin
 from gateway.errors import BadRequest, NotFound
+from gateway.tenants import Tenants
 from telemetry.capacity.allocation import POLICIES
 from telemetry.reports.chargeback import GroupingInvalid, dimensions
 from telemetry.reports.desk import SHEETS, Desk
@@ -22,6 +22,7 @@ from telemetry.reports.period import Period, PeriodInvalid, parse_period
 from telemetry.reports.render import chargeback_csv, chargeback_json
 from telemetry.reports.sheet import sheet_csv, sheet_json
 
+Only: TypeAlias = frozenset[str] | None
 Reports = NamedDependency[SkipValidation[Desk]]
 Start = Annotated[
     str | None,
@@ -39,6 +40,7 @@ Name = Annotated[str, PathParameter(description=f"One of {', '.join(SHEETS)}.")]
 @get("/chargeback", summary="Cost by any dimensions")
 async def chargeback_report(
     desk: Reports,
+    only: NamedDependency[SkipValidation[Only]],
     start: Start = None,
     end: End = None,
     zone: Zone = "UTC",
@@ -47,7 +49,8 @@ async def chargeback_report(
     idle_policy: Annotated[str, QueryParameter(description="Who pays for idle time.")] = "keep",
     form: Form = "json",
 ) -> Response[bytes]:
-    """On the full basis, owned hardware stands at its bill, idle time by the named policy."""
+    """A role for one tenant sees it and what is below it. On the full basis, owned hardware stands
+    at its bill, idle time by the named policy."""
     policy = next((name for name in POLICIES if name == idle_policy), None)
     if policy is None:
         raise BadRequest(f"use any of {', '.join(POLICIES)}", param="idle_policy")
@@ -59,6 +62,7 @@ async def chargeback_report(
             dimensions(by),
             basis="full" if basis == "full" else "usage",
             policy=policy,
+            only=only,
         )
     except GroupingInvalid as error:
         raise BadRequest(str(error), param="by") from error
@@ -67,6 +71,7 @@ async def chargeback_report(
 
 @get("/{name:str}", summary="Capacity, savings, waste, variance or forecast")
 async def sheet_report(
+    request: Request[Any, Any, Any],
     name: Name,
     desk: Reports,
     start: Start = None,
@@ -75,6 +80,7 @@ async def sheet_report(
     form: Form = "json",
 ) -> Response[bytes]:
     """Variance is against the period of the same length just before."""
+    principal_of(request).require_all()  # these are over all tenants
     known = next((sheet for sheet in SHEETS if sheet == name), None)
     if known is None:
         raise NotFound(f"no such report: use chargeback or any of {', '.join(SHEETS)}")
@@ -82,19 +88,25 @@ async def sheet_report(
     return _answer(sheet_csv(sheet) if form == "csv" else sheet_json(sheet), form)
 
 
-def create_reports_router(desk: Desk, admin: Admin) -> Router:
+def create_reports_router(desk: Desk, admin: Admin, tenants: Tenants) -> Router:
     """The routes under `/admin/v1/reports`, guarded."""
 
-    def admins_only(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
-        admin.check(read_credential(connection.scope["headers"]))
+    async def only(request: Request[Any, Any, Any]) -> Only:
+        """The tenants that the asker's role is for; None: all."""
+        principal = principal_of(request)
+        within = principal.tenant_id
+        return None if within is None else frozenset(await tenants.subtree(within))
 
     return Router(
         path="/admin/v1/reports",
         route_handlers=[chargeback_report, sheet_report],
-        guards=[admins_only],
-        opt={"caller": "admin"},
+        guards=[guard(admin)],
+        opt={"caller": "admin", "area": "reports"},
         tags=["reports"],
-        dependencies={"desk": Provide(lambda: desk, sync_to_thread=False)},
+        dependencies={
+            "desk": Provide(lambda: desk, sync_to_thread=False),
+            "only": Provide(only),
+        },
         response_headers=[ResponseHeader(name="cache-control", value="private, no-store")],
     )
 

@@ -7,7 +7,7 @@ from litestar.di import NamedDependency
 from litestar.params import PathParameter, SkipValidation
 from msgspec import Struct
 
-from gateway.auth import read_credential
+from gateway.auth import Caller, read_credential
 from gateway.pipeline import Gateway
 from gateway.responses import ResponseStore
 
@@ -22,12 +22,19 @@ class Deleted(Struct, frozen=True, kw_only=True):
     deleted: bool = True
 
 
+async def _caller(request: Request[Any, Any, Any], gateway: Gateway) -> Caller:
+    credential = read_credential(request.scope["headers"], request.scope["client"])
+    caller = await gateway.auth.identify(credential)
+    caller.require("responses")
+    return caller
+
+
 @get("/v1/responses/{response_id:str}", opt={"caller": "tenant"}, tags=["responses"])
 async def read_response(
     request: Request[Any, Any, Any], gateway: Running, responses: Store, response_id: ResponseId
 ) -> Response[bytes]:
     """A stored response, as it was answered. Caller: a key of the tenant it was made for."""
-    caller = await gateway.auth.identify(read_credential(request.scope["headers"]))
+    caller = await _caller(request, gateway)
     found = await responses.read(caller.tenant_id, response_id)
     return Response(found, media_type="application/json")
 
@@ -37,6 +44,6 @@ async def delete_response(
     request: Request[Any, Any, Any], gateway: Running, responses: Store, response_id: ResponseId
 ) -> Deleted:
     """Forget a stored response. Caller: a key of the tenant it was made for."""
-    caller = await gateway.auth.identify(read_credential(request.scope["headers"]))
+    caller = await _caller(request, gateway)
     await responses.forget(caller.tenant_id, response_id)
     return Deleted(id=response_id)

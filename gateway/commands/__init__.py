@@ -11,6 +11,7 @@ import asyncio
 import functools
 import getpass
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -22,8 +23,11 @@ import click
 import msgspec
 from msgspec import Struct
 
-from gateway.errors import Conflict, GatewayError, NotFound
+from gateway.admins import Admins
+from gateway.config import REFERENCE_RULE, ConfigInvalid, resolve
+from gateway.errors import Conflict, Forbidden, GatewayError, NotFound, Unauthenticated
 from gateway.keys import KeyRing, PepperInvalid, open_pepper
+from gateway.roles import Act, Principal
 from gateway.tenants import Key, Page, Tenant, Tenants
 from telemetry.clock import Clock, SystemClock
 from telemetry.database import DatabaseUrlInvalid
@@ -43,6 +47,7 @@ class Store(Struct, frozen=True, kw_only=True):
 
     database: str
     pepper: Path | bytes  # the file `key-pepper`, or what a secret reference resolved to
+    older: tuple[bytes, ...] = ()  # earlier peppers
 
     __repr__ = object.__repr__
 
@@ -62,29 +67,60 @@ class BadInput(click.ClickException):
     exit_code = 2
 
 
+class Limited(Struct, frozen=True, kw_only=True):
+    """A command that is to do no more than an administrator's key may."""
+
+    key: str
+    area: str
+    act: Act
+
+    __repr__ = object.__repr__
+
+    async def principal(self, admins: Admins, clock: Clock) -> Principal:
+        """Raises Unauthenticated, Forbidden."""
+        now = datetime.fromtimestamp(clock.now_ns() / 1e9, UTC)
+        principal = await admins.identify(self.key, now)
+        principal.require(self.area, self.act)
+        if self.area == "audit":
+            principal.require_all()
+        return principal
+
+
 class Session:
     """One command's access to the store."""
 
-    def __init__(self, store: Store, *, actor: str, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, *, actor: str, clock: Clock, limited: Limited | None = None
+    ) -> None:
         self.actor = actor
         self.clock = clock
         self._store = store
+        self._limited = limited
 
     def run(self, work: Callable[[Tenants], Awaitable[T]]) -> T:
         """The result of `work` on an open store, which is closed afterwards."""
+        return self.administer(lambda tenants, _: work(tenants))
+
+    def administer(self, work: Callable[[Tenants, Admins], Awaitable[T]]) -> T:
+        """As `run`, with administrators' keys and the audit log."""
 
         async def opened() -> T:
             pepper = self._store.pepper
-            ring = KeyRing(open_pepper(pepper) if isinstance(pepper, Path) else pepper)
+            newest = open_pepper(pepper) if isinstance(pepper, Path) else pepper
+            ring = KeyRing(newest, *self._store.older)
             tenants = Tenants.open(self._store.database, ring, self.clock)
             try:
-                return await work(tenants)
+                admins = Admins(tenants, ring)
+                if self._limited is None:
+                    return await work(tenants, admins)
+                seen = tenants.seen_by(await self._limited.principal(admins, self.clock))
+                return await work(seen, Admins(seen, ring))
             finally:
                 await tenants.close()
 
         try:
             return asyncio.run(opened())
-        except (NotFound, Conflict) as error:
+        except (NotFound, Conflict, Forbidden, Unauthenticated) as error:
             raise Refused(error.message) from error
         except GatewayError as error:
             raise BadInput(error.message) from error
@@ -97,8 +133,15 @@ class Session:
 def with_session(
     command: Callable[Concatenate[Session, P], None],
 ) -> Callable[P, None]:
-    """Adds `--config`, and passes the open session first."""
+    """Adds `--config` and `--as`, and passes the open session first. What a command is about, and
+    whether it only reads, are its group's and its own name."""
 
+    @click.option(
+        "--as",
+        "as_admin",
+        metavar="REF",
+        help="Do no more than this administrator's key may: env:NAME or file:PATH.",
+    )
     @click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False),
@@ -111,10 +154,32 @@ def with_session(
     def wrapped(opener: StoreOpener, /, *args: P.args, **kwargs: P.kwargs) -> None:
         config = kwargs.pop("config")
         assert isinstance(config, Path)
-        session = Session(opener(config), actor=f"cli:{_user()}", clock=SystemClock())
+        as_admin = kwargs.pop("as_admin")
+        limited = None if as_admin is None else _limited(str(as_admin))
+        session = Session(
+            opener(config), actor=f"cli:{_user()}", clock=SystemClock(), limited=limited
+        )
         command(session, *args, **kwargs)
 
     return wrapped
+
+
+def _limited(reference: str) -> Limited:
+    try:
+        key = resolve(reference, os.environ)
+    except ConfigInvalid as error:
+        raise BadInput(f"--as: {error}") from error
+    if key == reference:
+        raise BadInput(f"--as: {REFERENCE_RULE}")
+    context = click.get_current_context()
+    assert context.parent is not None
+    area = context.parent.info_name or ""
+    is_reading = context.info_name in ("list", "show")
+    return Limited(
+        key=key,
+        area=area if area == "audit" else f"{area}s",
+        act="read" if is_reading else "write",
+    )
 
 
 def with_format(command: Callable[P, None]) -> Callable[P, None]:
@@ -185,11 +250,19 @@ def parse_expiry(text: str, now_ns: int, option: str) -> datetime:
         except OverflowError:
             raise BadInput(f"{option}: {text!r} is too far away") from None
     try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
+        return parse_time(text, option)
+    except BadInput:
         raise BadInput(
             f"{option}: {text!r} is neither a duration (90d) nor a date (2030-01-31)"
         ) from None
+
+
+def parse_time(text: str, option: str) -> datetime:
+    """An ISO date or time; UTC unless it says otherwise."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadInput(f"{option}: {text!r} is no date or time, such as 2030-01-31") from None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 

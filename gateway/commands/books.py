@@ -16,14 +16,15 @@ from gateway.commands.files import database_url, read_config
 from gateway.config import Config
 from gateway.errors import GatewayError
 from gateway.keys import KeyRing
-from gateway.secrets import pepper
-from gateway.tenants import Tenants, tenant_names
+from gateway.secrets import peppers
+from gateway.tenants import Tenants, tenant_names, tenant_places
 from telemetry import books
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
 from telemetry.ledger import LedgerError
 from telemetry.ledger.worker import catch_up
 from telemetry.pricing import rate
+from telemetry.reports.chargeback import TenantPlace
 
 T = TypeVar("T")
 
@@ -38,6 +39,10 @@ class OpenBooks(Struct, frozen=True, kw_only=True):
     async def tenant_names(self) -> dict[str, str]:
         """id → name, deleted tenants too."""
         return await tenant_names(self.tenants)
+
+    async def tenant_places(self) -> dict[str, TenantPlace]:
+        """id → where it stands in the tree."""
+        return await tenant_places(self.tenants)
 
 
 def with_books(path: Path, work: Callable[[OpenBooks], Awaitable[T]]) -> T:
@@ -69,7 +74,7 @@ async def _open(path: Path) -> AsyncIterator[OpenBooks]:
         await catch_up(
             engine, config.wal_dir, rate=lambda attempt: rate(attempt, book), clock=clock
         )
-        tenants = Tenants(engine, KeyRing(pepper(config, os.environ)), clock)
+        tenants = Tenants(engine, KeyRing(*peppers(config, os.environ)), clock)
         yield OpenBooks(config=config, engine=engine, tenants=tenants)
     finally:
         await engine.dispose()

@@ -5,7 +5,7 @@ from typing import get_args
 import click
 import msgspec
 
-from gateway.allowances import Budget, BudgetScope, Mode, WindowKind
+from gateway.allowances import BudgetScope, Mode, WindowKind
 from gateway.budgets import Allowances
 from gateway.commands import (
     BadInput,
@@ -13,13 +13,24 @@ from gateway.commands import (
     Session,
     parse_amount,
     print_item,
-    print_items,
     subject_of,
     with_format,
     with_session,
 )
+from gateway.commands.allowance import add_list_and_remove
 
-COLUMNS = ("id", "tenant_id", "scope", "subject", "amount_usd", "window", "hours", "zone", "mode")
+COLUMNS = (
+    "id",
+    "tenant_id",
+    "scope",
+    "subject",
+    "amount_usd",
+    "window",
+    "hours",
+    "zone",
+    "mode",
+    "downgrade_to",
+)
 
 
 @click.group(name="budget")
@@ -49,7 +60,11 @@ def budget() -> None:
     type=click.Choice(get_args(Mode)),
     default="hard",
     show_default=True,
-    help="When spent. hard: refuse; soft: alert; throttle: go on slowly.",
+    help="When spent. hard: refuse; soft: alert; throttle: go on slowly; downgrade: go on with a "
+    "cheaper model.",
+)
+@click.option(
+    "--downgrade-to", metavar="MODEL", help="The route that answers then; default: the route's own."
 )
 @click.option("--key", metavar="KEY", help="Of this key (id or public id); '*' is each key.")
 @click.option("--route", metavar="MODEL", help="Of this model that clients ask for; '*': each.")
@@ -63,6 +78,7 @@ def set_(
     window: str,
     zone: str,
     mode: Mode,
+    downgrade_to: str | None,
     key: str | None,
     route: str | None,
     strict: bool,
@@ -73,6 +89,7 @@ def set_(
     \b
     Example:
       meterline budget set acme 500 --window month --zone Europe/Berlin
+      meterline budget set acme 50 --window day --mode downgrade --downgrade-to small
     """
     scope, subject = subject_of({"key": key, "route": route})
     kind, hours = _window(window)
@@ -84,6 +101,7 @@ def set_(
             hours=hours,
             zone=zone,
             mode=mode,
+            downgrade_to=downgrade_to,
             scope=msgspec.convert(scope, BudgetScope),
             subject=subject,
             strict=strict,
@@ -106,33 +124,10 @@ def _window(text: str) -> tuple[WindowKind, int | None]:
     return "rolling", int(length[:-1])
 
 
-@budget.command(name="list")
-@click.argument("tenant", required=False)
-@with_format
-@with_session
-def list_(session: Session, tenant: str | None, form: Format) -> None:
-    """List the budgets of TENANT, or all.
-
-    \b
-    Example:
-      meterline budget list acme --format json
-    """
-    found: list[Budget] = session.run(lambda tenants: Allowances(tenants).budgets(tenant))
-    print_items(found, COLUMNS, form)
-
-
-@budget.command(name="rm")
-@click.argument("budget_id", metavar="ID")
-@with_format
-@with_session
-def remove(session: Session, budget_id: str, form: Format) -> None:
-    """Remove the budget ID: then nothing bounds what it bounded.
-
-    \b
-    Example:
-      meterline budget rm 019370e0-0000-7000-8000-000000000000
-    """
-    gone = session.run(
-        lambda tenants: Allowances(tenants).remove_budget(budget_id, actor=session.actor)
-    )
-    print_item(gone, form)
+add_list_and_remove(
+    budget,
+    COLUMNS,
+    found=lambda allowances, tenant: allowances.budgets(tenant),
+    removed=lambda allowances, one_id, actor: allowances.remove_budget(one_id, actor=actor),
+    then="nothing bounds what it bounded",
+)

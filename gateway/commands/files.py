@@ -11,7 +11,7 @@ from typing_extensions import override
 import migrations
 from gateway.commands import BadInput, Store
 from gateway.config import Config, ConfigInvalid, embedded, load, resolve
-from gateway.secrets import pepper
+from gateway.secrets import peppers
 from telemetry.database import DatabaseUrlInvalid, async_url
 
 DEFAULT = Path("meterline.toml")
@@ -64,6 +64,7 @@ def open_store(path: Path) -> Store:
     """Where tenants and keys are, for the commands that work on them."""
     config, _ = read_config(path)
     try:
-        return Store(database=database_url(config), pepper=pepper(config, os.environ))
+        newest, *older = peppers(config, os.environ)
+        return Store(database=database_url(config), pepper=newest, older=tuple(older))
     except ConfigInvalid as error:
         raise ConfigRefused(error.problems) from error

@@ -2,7 +2,12 @@
 
 The only output that holds a secret is that of `create` and `rotate`, on stdout."""
 
+from collections.abc import Callable
+from datetime import datetime
+from typing import ParamSpec
+
 import click
+from msgspec import UNSET, UnsetType
 
 from gateway.commands import (
     Format,
@@ -15,14 +20,54 @@ from gateway.commands import (
     with_format,
     with_session,
 )
-from gateway.tenants import MAX_PAGE, IssuedKey
+from gateway.keys import SCOPES
+from gateway.tenants import MAX_PAGE, IssuedKey, KeyChange
 
-COLUMNS = ("id", "public_id", "tenant_id", "name", "state", "expires_at", "model_allow")
+P = ParamSpec("P")
+
+COLUMNS = (
+    "id",
+    "public_id",
+    "tenant",
+    "name",
+    "state",
+    "expires_at",
+    "grace_until",
+    "model_allow",
+    "target_allow",
+    "scopes",
+    "ip_allow",
+)
+
+
+def with_bounds(command: Callable[P, None]) -> Callable[P, None]:
+    """The options of what a key is narrowed to; each a list with commas."""
+    for option in (
+        click.option("--from", "ip_allow", metavar="CIDRS", help="Networks it may be used from."),
+        click.option("--scopes", metavar="NAMES", help=f"What it may do: {', '.join(SCOPES)}."),
+        click.option(
+            "--targets",
+            metavar="NAMES",
+            help="Where its requests may go: BACKEND/MODEL; `local/*` is all of that backend.",
+        ),
+        click.option(
+            "--models",
+            metavar="NAMES",
+            help="Models it may ask for, separated by commas; `small-*` is all that start with "
+            "small-. Default: all.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _list(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 @click.group(name="key")
 def key() -> None:
-    """Create, list, rotate and revoke API keys.
+    """Create, list, change, rotate and revoke API keys.
 
     \b
     Example:
@@ -33,12 +78,7 @@ def key() -> None:
 @key.command()
 @click.argument("tenant")
 @click.option("--name", default="", help="What the key is for.")
-@click.option(
-    "--models",
-    metavar="NAMES",
-    help="Models it may ask for, separated by commas; `small-*` is all that start with small-. "
-    "Default: all.",
-)
+@with_bounds
 @click.option("--expires", metavar="WHEN", help="90d, 12h, or a date such as 2030-01-31 (UTC).")
 @with_format
 @with_session
@@ -47,6 +87,9 @@ def create(
     tenant: str,
     name: str,
     models: str | None,
+    targets: str | None,
+    scopes: str | None,
+    ip_allow: str | None,
     expires: str | None,
     form: Format,
 ) -> None:
@@ -55,8 +98,8 @@ def create(
     \b
     Example:
       meterline key create acme --name production --models 'assistant,small-*' --expires 90d
+      meterline key create acme/search --scopes chat,models --from 203.0.113.0/24,2001:db8::/32
     """
-    model_allow = None if models is None else [m.strip() for m in models.split(",") if m.strip()]
     expires_at = (
         None if expires is None else parse_expiry(expires, session.clock.now_ns(), "--expires")
     )
@@ -64,12 +107,61 @@ def create(
         lambda tenants: tenants.create_key(
             tenant,
             name=name,
-            model_allow=model_allow,
+            model_allow=_list(models),
+            target_allow=_list(targets),
+            scopes=_list(scopes),
+            ip_allow=_list(ip_allow),
             expires_at=expires_at,
             actor=session.actor,
         )
     )
     _print_issued(issued, form)
+
+
+@key.command()
+@click.argument("key")
+@click.option("--name", help="What the key is for.")
+@with_bounds
+@click.option("--expires", metavar="WHEN", help="90d, 12h, a date, or `never`.")
+@with_format
+@with_session
+def change(
+    session: Session,
+    key: str,
+    name: str | None,
+    models: str | None,
+    targets: str | None,
+    scopes: str | None,
+    ip_allow: str | None,
+    expires: str | None,
+    form: Format,
+) -> None:
+    """Change what KEY (id or public id) may do; `all` as a list lifts that bound.
+
+    \b
+    Example:
+      meterline key change 3kTq8hZr0WnBx1aYc9 --from all --scopes chat,embeddings
+    """
+    until: datetime | UnsetType | None = UNSET
+    if expires is not None:
+        now_ns = session.clock.now_ns()
+        until = None if expires == "never" else parse_expiry(expires, now_ns, "--expires")
+    asked = KeyChange(
+        name=UNSET if name is None else name,
+        model_allow=_changed(models),
+        target_allow=_changed(targets),
+        scopes=_changed(scopes),
+        ip_allow=_changed(ip_allow),
+        expires_at=until,
+    )
+    done = session.run(lambda tenants: tenants.change_key(key, asked, actor=session.actor))
+    print_item(done, form)
+
+
+def _changed(text: str | None) -> list[str] | UnsetType | None:
+    if text is None:
+        return UNSET
+    return None if text.strip() == "all" else _list(text)
 
 
 @key.command(name="list")

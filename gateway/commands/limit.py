@@ -5,7 +5,7 @@ from typing import get_args
 import click
 import msgspec
 
-from gateway.allowances import Counts, Limit, Scope
+from gateway.allowances import Counts, Scope
 from gateway.budgets import Allowances
 from gateway.commands import (
     Format,
@@ -13,11 +13,11 @@ from gateway.commands import (
     parse_amount,
     parse_duration,
     print_item,
-    print_items,
     subject_of,
     with_format,
     with_session,
 )
+from gateway.commands.allowance import add_list_and_remove
 
 COLUMNS = ("id", "tenant_id", "scope", "subject", "counts", "amount", "per_s", "strict")
 KINDS = [kind.replace("_", "-") for kind in get_args(Counts)]
@@ -83,33 +83,10 @@ def set_(
     print_item(made, form)
 
 
-@limit.command(name="list")
-@click.argument("tenant", required=False)
-@with_format
-@with_session
-def list_(session: Session, tenant: str | None, form: Format) -> None:
-    """List the limits of TENANT, or all.
-
-    \b
-    Example:
-      meterline limit list acme --format json
-    """
-    found: list[Limit] = session.run(lambda tenants: Allowances(tenants).limits(tenant))
-    print_items(found, COLUMNS, form)
-
-
-@limit.command(name="rm")
-@click.argument("limit_id", metavar="ID")
-@with_format
-@with_session
-def remove(session: Session, limit_id: str, form: Format) -> None:
-    """Remove the limit ID: then it allows all.
-
-    \b
-    Example:
-      meterline limit rm 019370e0-0000-7000-8000-000000000000
-    """
-    gone = session.run(
-        lambda tenants: Allowances(tenants).remove_limit(limit_id, actor=session.actor)
-    )
-    print_item(gone, form)
+add_list_and_remove(
+    limit,
+    COLUMNS,
+    found=lambda allowances, tenant: allowances.limits(tenant),
+    removed=lambda allowances, one_id, actor: allowances.remove_limit(one_id, actor=actor),
+    then="it allows all",
+)

@@ -108,6 +108,7 @@ def chargeback_command(
     \b
     Example:
       meterline report chargeback --from 2026-11-01 --to 2026-12-01 --by tenant,model
+      meterline report chargeback --by level-1,cost-centre
       meterline report chargeback --by tenant,day --format csv --out november.csv
       meterline report chargeback --basis full --idle-policy proportional-used
     """
@@ -149,7 +150,7 @@ def capacity_command(config: Path, period: Period, form: Form, out: Path | None)
 
 
 def desk_of(found: OpenBooks) -> Desk:
-    return Desk(found.engine, found.tenant_names)
+    return Desk(found.engine, found.tenant_names, found.tenant_places)
 
 
 async def _sheet(found: OpenBooks, name: SheetName, period: Period) -> Sheet:

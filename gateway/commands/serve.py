@@ -34,6 +34,7 @@ from gateway.app import (
 from gateway.commands import BadInput
 from gateway.commands.files import ConfigRefused, config_option, read_config
 from gateway.config import BUNDLED_MODEL, Config, ConfigInvalid, check_references
+from gateway.errors import Conflict
 from gateway.limits import CounterServer, MemoryStore
 from gateway.workers import (
     Line,
@@ -251,6 +252,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 date_header=True,
+                proxy_headers=False,  # whom to believe is `[auth] trusted_proxies`' to say
                 timeout_graceful_shutdown=1,  # after `shutdown` has waited for the requests
                 timeout_keep_alive=75,  # longer than a load balancer's, so that it closes first
             )
@@ -357,6 +359,9 @@ async def _first_key(service: Service) -> Secret | None:
     """On an empty database: a tenant and a key, so that the first request needs no set-up."""
     if (await service.tenants.tenants(limit=1)).items:
         return None
-    tenant = await service.tenants.create_tenant(DEFAULT_TENANT, {}, actor="first-start")
+    try:
+        tenant = await service.tenants.create_tenant(DEFAULT_TENANT, {}, actor="first-start")
+    except Conflict:
+        return None  # of several replicas on one database another one was first
     issued = await service.tenants.create_key(tenant.id, name="first", actor="first-start")
     return issued.secret

@@ -9,47 +9,33 @@ budget of time; with the store away nobody spends more than the slice of this re
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.allowances import NANO, BudgetSettings, LimitSettings
+from backends.tokens import TokenCounter
+from gateway.allowances import BudgetSettings, LimitSettings
 from gateway.auth import Caller
 from gateway.call import Asked, Call
-from gateway.errors import (
-    BudgetSpent,
-    ConcurrencyFull,
-    GatewayError,
-    LimitsUnavailable,
-    RateLimited,
-    StoreUnavailable,
-    TooLargeForLimit,
-)
-from gateway.limits.arithmetic import (
-    MINUTE_US,
-    MOST,
-    NEVER,
-    ROLLING_SLOTS,
-    BudgetState,
-    Demand,
-    Kind,
-    Spent,
-    Verdict,
-)
+from gateway.errors import GatewayError, StoreUnavailable
+from gateway.limits import words
+from gateway.limits.arithmetic import MINUTE_US, MOST, BudgetState, Demand, Kind, Verdict
 from gateway.limits.estimate import Estimator
-from gateway.limits.rules import Rule, Rules, Taken, Used, Wanted, Windows, actual
+from gateway.limits.follow import Follower, SpendSource
+from gateway.limits.growth import Growth
+from gateway.limits.prompt import prompt_of
+from gateway.limits.rules import Applied, Rule, Rules, Wanted, Windows, applied
 from gateway.limits.slices import Slices
 from gateway.limits.store import MemoryStore, Store, StoreGone
+from gateway.limits.taken import taken_by
 from gateway.routing import Target
 from telemetry.clock import Clock
 from telemetry.pricing import PriceBook
-from telemetry.record import RequestRecord
+from telemetry.record import Attempt, Outcome, RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -57,55 +43,22 @@ DEGRADED: Final = "x-meterline-limits"
 MAX_CALLERS: Final = 50_000
 LOG_EVERY_S: Final = 30.0
 SHIPPED_S: Final = 3.0  # by then a settlement is in the database, if it can be reached
-SCOPES: Final = ("tenant", "key", "user", "route", "model")
-OF: Final = {
-    "tenant": "your account",
-    "key": "this API key",
-    "user": "this end user",
-    "route": "this model",
-    "model": "a model behind this route",
-}
-WHAT: Final = {
-    "requests": "requests",
-    "input_tokens": "input tokens",
-    "output_tokens": "output tokens",
-    "tokens": "tokens",
-    "spend": "spend",
-    "concurrency": "concurrent requests",
-}
-
-
-class SpendSource(Protocol):
-    """What the ledger knows of a budget. Raises StoreUnavailable."""
-
-    async def of(
-        self,
-        filters: dict[str, str],
-        *,
-        start_us: int,
-        cut: int,
-        grain_us: int,
-        all_slots: bool = False,
-    ) -> "LedgerSlots": ...
-
-
-class LedgerSlots(Protocol):
-    @property
-    def before(self) -> int: ...
-
-    @property
-    def slots(self) -> dict[int, int]: ...
 
 
 class _Hold(Struct, kw_only=True):
     """An admitted request, until it settles."""
 
-    tenant: str
-    rules: Sequence[Rule]
+    root: str  # whose hash slot its counters are in
+    found: Applied
     demands: Sequence[Demand]
     asked: Asked
     in_store: bool  # the shared store may have it
-    in_slice: bool = False
+    by_slice: bool = False  # who decided
+    waited_s: float = 0.0  # for the store
+    output_tokens: int = 0  # held, of a request that may grow
+    grown: Sequence[
+        tuple[str, Sequence[int]]
+    ] = ()  # in the slice: what it grew by during an outage
 
 
 class Counts:
@@ -114,8 +67,9 @@ class Counts:
     def __init__(self) -> None:
         self.refused: dict[tuple[str, str], int] = {}  # (scope, counts)
         self.soft_overruns = 0
+        self.streams_ended = 0  # before their end, since no budget held more of them
+        self.downgraded = 0  # requests that a cheaper model was to answer
         self.sliced = 0  # requests admitted by the slice
-        self.rebases = 0
 
     def of(self, scope: str, counted: str) -> int:
         return self.refused.get((scope, counted), 0)
@@ -138,28 +92,34 @@ class Limits:
         clock: Clock,
         patience_s: float,
     ) -> None:
-        """`patience_s`: how long a request may wait for the store and, when a budget's counter is
-        new, for the ledger, in all."""
+        """`patience_s`: how long requests wait for the ledger when a budget's counter is new. How
+        long they wait for the store is `limits.store_budget_ms`, all questions together."""
         self.counts = Counts()
+        self.counters: dict[str, TokenCounter] = {}  # of engines, by the backend's name
+        self.on_wait: Callable[[float], None] = _unheard  # seconds that a request waited
         limits, _ = settings()
         self.estimator = Estimator(limits.output_tokens)
         self.store = store
         self._slices = slices
         self._replicas = replicas
         self._is_up = is_up
-        self._spend = spend
         self._prices = prices
         self._provider_of = provider_of
         self._settings = settings
         self._clock = clock
-        self._patience_s = patience_s
         self._recovered = asyncio.Event()
         self._quiet_until = 0.0
         self._windows = Windows()
+        self._follower = Follower(
+            store,
+            spend,
+            self._windows,
+            settings=lambda: settings()[1],
+            clock=clock,
+            patience_s=patience_s,
+        )
         self._rules: OrderedDict[str, tuple[Caller, object, Rules]] = OrderedDict()
         self._holds: dict[str, _Hold] = {}
-        self._budgets: OrderedDict[tuple[str, str], Rule] = OrderedDict()  # that were asked for
-        self._reading: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._alerted: set[tuple[str, str, int]] = set()
 
     @property
@@ -178,20 +138,38 @@ class Limits:
 
     # -- admit
 
-    async def admit(self, call: Call, caller: Caller, asked: Asked, plan: Sequence[Target]) -> None:
-        """Hold the worst case of this request on every limit, or raise what refuses it."""
+    async def admit(
+        self,
+        call: Call,
+        caller: Caller,
+        asked: Asked,
+        plan: Sequence[Target],
+        *,
+        is_downgraded: bool = False,
+    ) -> None:
+        """Hold the worst case of this request on every limit, or raise what refuses it; that is
+        `Downgrades` if it may be asked again with a cheaper plan, and `is_downgraded`."""
         models = tuple(dict.fromkeys(target.model for target in plan))
-        rules = self._rules_of(caller).of(asked.user, asked.model, models)
-        wanted = self._wanted(asked, plan, models)
-        hold = _Hold(tenant=caller.tenant_id, rules=rules, demands=(), asked=asked, in_store=False)
+        compiled = self._rules_of(caller)
+        found = compiled.of(asked.user, asked.model, models)
+        if is_downgraded:
+            found = applied(_without_bite(found.rules, "downgrade"))
+            self.counts.downgraded += 1
+        hold = _Hold(root=compiled.root, found=found, demands=(), asked=asked, in_store=False)
         self._holds[call.request_id] = hold  # first: whatever happens now is settled
-        if not rules:
+        if not found.rules:
             return
-        until = asyncio.get_running_loop().time() + self._patience_s
-        verdict = await self._decide(call, hold, wanted, until)
+        wanted = self._wanted(call, asked, plan, models)
+        hold.output_tokens = wanted.output_tokens
+        verdict = await self._decide(call, hold, wanted)
         if not verdict.admitted:
-            verdict = await self._throttled(call, hold, wanted, verdict, until)
-        call.answer_headers.update(_headers(hold, verdict))
+            rule = found.rules[verdict.binding]
+            if rule.budget is not None and rule.budget.mode == "throttle":
+                self._throttle(hold, rule)
+                verdict = await self._decide(call, hold, wanted)
+        call.answer_headers.update(words.headers(hold.found, verdict.rooms))
+        if hold.by_slice:
+            call.answer_headers[DEGRADED] = "degraded"
         if not verdict.admitted:
             raise self._refusal(hold, verdict)
         self._alert(hold, verdict)
@@ -207,8 +185,12 @@ class Limits:
             self._rules.popitem(last=False)
         return rules
 
-    def _wanted(self, asked: Asked, plan: Sequence[Target], models: tuple[str, ...]) -> Wanted:
-        tokens_in = self.estimator.input_tokens(asked.model, asked.text_bytes, asked.images)
+    def _wanted(
+        self, call: Call, asked: Asked, plan: Sequence[Target], models: tuple[str, ...]
+    ) -> Wanted:
+        tokens_in = self.estimator.input_tokens(
+            asked.model, asked.text_bytes, asked.images, self._counted(call, plan)
+        )
         tokens_out = asked.output_limit
         if tokens_out is None:
             tokens_out = self.estimator.output_tokens(asked.model, asked.choices)
@@ -234,39 +216,47 @@ class Limits:
             spend_nano=min(MOST, max((cost for cost in costs if cost is not None), default=0)),
         )
 
-    async def _decide(self, call: Call, hold: _Hold, wanted: Wanted, until: float) -> Verdict:
+    def _counted(self, call: Call, plan: Sequence[Target]) -> int | None:
+        """The prompt's tokens, if all who may be asked are engines whose tokenizer we have."""
+        counters = self.counters
+        if not counters or any(target.backend not in counters for target in plan):
+            return None
+        prompt = prompt_of(call.surface, call.body)
+        if prompt is None:
+            return None
+        of_each = {id(counters[t.backend]): counters[t.backend] for t in plan}.values()
+        return prompt.extra + max(counter.count(prompt.texts) for counter in of_each)
+
+    async def _decide(self, call: Call, hold: _Hold, wanted: Wanted) -> Verdict:
         """By the store, else by the slice."""
-        now_us = self._clock.now_ns() // 1000
-        hold.demands = tuple(
-            [
-                rule.demand(
-                    wanted,
-                    None if rule.budget is None else self._windows.now(rule.budget, now_us),
-                )
-                for rule in hold.rules
-            ]
-        )
-        for rule in hold.rules:
-            if rule.budget is not None:
-                self._budgets[hold.tenant, rule.key] = rule
-        hold.in_store = True
+        rules, budgets = hold.found.rules, hold.found.budgets
+        demands = [rule.demand(wanted) for rule in rules]
+        if budgets:
+            now_us = self._clock.now_ns() // 1000
+            for index in budgets:
+                rule = rules[index]
+                assert rule.budget is not None
+                window = self._windows.now(rule.budget, now_us)
+                demands[index] = replace(demands[index], window_us=window.start_us)
+                self._follower.uses(hold.root, rule)
+        hold.demands = demands
         try:
-            verdict = await self._ask(call, hold)  # bounded by the store itself
+            verdict = await self._ask(call, hold)
             if verdict.cold:
-                async with asyncio.timeout_at(until):
-                    await self._read_spend(hold, verdict.cold)
-                    verdict = await self._ask(call, hold)
-            if verdict.cold:
-                raise StoreGone
+                hold.in_store = False  # it may not have been held: nobody knows what is spent
+                await self._follower.read(hold.root, [rules[i] for i in verdict.cold])
+                # What settled in the last moments may not have been shipped yet: look again soon.
+                asyncio.get_running_loop().call_later(SHIPPED_S, self._recovered.set)
+                verdict = await self._ask(call, hold)
+                if verdict.cold:
+                    raise StoreGone("emptied again")
         except (StoreGone, StoreUnavailable, TimeoutError) as error:
             self._say_why(error)
-            hold.in_store = not isinstance(error, StoreGone) or error.was_sent
+            hold.in_store = isinstance(error, StoreGone) and error.was_sent
             return self._by_slice(call, hold)
-        if not verdict.admitted:
-            hold.in_store = False
-        for rule, demand, room in zip(hold.rules, hold.demands, verdict.rooms, strict=False):
-            if rule.budget is not None:
-                self._slices.saw(hold.tenant, demand, room.remaining)
+        hold.in_store = verdict.admitted
+        for index in budgets:
+            self._slices.saw(hold.root, demands[index], verdict.rooms[index].remaining)
         return verdict
 
     def _say_why(self, error: Exception) -> None:
@@ -277,107 +267,76 @@ class Limits:
             log.warning("limits_by_slice", extra={"reason": type(error).__name__})
 
     async def _ask(self, call: Call, hold: _Hold) -> Verdict:
-        lease_us = round(self._settings()[0].lease_s * 1e6)
-        return await self.store.admit(hold.tenant, call.request_id, lease_us, hold.demands)
+        """Bounded by the store itself, which knows when it was this process that was slow: a timer
+        of ours would give up on an answer that is there to be read, and leave the hold behind."""
+        limits = self._settings()[0]
+        left_s = limits.store_budget_ms / 1000 - hold.waited_s
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        hold.in_store = True
+        try:
+            return await self.store.admit(
+                hold.root, call.request_id, _lease_us(limits), hold.demands, within_s=left_s
+            )
+        finally:
+            waited_s = clock() - began
+            hold.waited_s += waited_s
+            self.on_wait(waited_s)
 
     def _by_slice(self, call: Call, hold: _Hold) -> Verdict:
-        call.answer_headers[DEGRADED] = "degraded"
-        if any(rule.is_strict for rule in hold.rules):
-            raise LimitsUnavailable(
-                "A limit of this request cannot be checked right now. Retry shortly.",
-                retry_after_s=1.0,
-            )
-        lease_us = round(self._settings()[0].lease_s * 1e6)
+        hold.by_slice = True
+        if hold.found.is_strict:
+            call.answer_headers[DEGRADED] = "degraded"
+            hold.by_slice = False
+            raise words.strict_refusal()
         verdict = self._slices.admit(
-            hold.tenant, call.request_id, lease_us, hold.demands, self._replicas()
+            hold.root,
+            call.request_id,
+            _lease_us(self._settings()[0]),
+            hold.demands,
+            self._replicas(),
         )
-        hold.in_slice = verdict.admitted
         self.counts.sliced += verdict.admitted
         return verdict
 
-    async def _throttled(
-        self, call: Call, hold: _Hold, wanted: Wanted, refused: Verdict, until: float
-    ) -> Verdict:
+    def _throttle(self, hold: _Hold, spent: Rule) -> None:
         """A spent budget of mode throttle lets some through, each minute."""
-        budget = hold.rules[refused.binding].budget
-        if budget is None or budget.mode != "throttle":
-            return refused
-        rate = self._settings()[0].throttled_per_minute
-        slow = [
-            replace(rule, budget=replace(rule.budget, mode="soft"))
-            if rule.budget is not None and rule.budget.mode == "throttle"
-            else rule
-            for rule in hold.rules
-        ]
-        key = f"t:{hold.rules[refused.binding].key}"
-        pace = Rule(key, Kind.WINDOW, "requests", rate, MINUTE_US, budget.scope, budget.strict)
-        hold.rules = [*slow, pace]
-        return await self._decide(call, hold, wanted, until)
+        assert spent.budget is not None
+        pace = replace(
+            spent,
+            key=f"t:{spent.key}",
+            kind=Kind.WINDOW,
+            counts="requests",
+            limit=self._settings()[0].throttled_per_minute,
+            period_us=MINUTE_US,
+            budget=None,
+        )
+        hold.found = applied([*_without_bite(hold.found.rules, "throttle"), pace])
 
     def _refusal(self, hold: _Hold, verdict: Verdict) -> GatewayError:
         """Names the limit that binds and when it frees."""
-        rule, demand = hold.rules[verdict.binding], hold.demands[verdict.binding]
-        kind = "budget" if rule.budget is not None else rule.counts
+        rule, demand = hold.found.rules[verdict.binding], hold.demands[verdict.binding]
         refused = self.counts.refused
-        refused[rule.scope, kind] = refused.get((rule.scope, kind), 0) + 1
-        whose, what = OF[rule.scope], WHAT[rule.counts]
+        about = (rule.scope, "budget" if rule.budget is not None else rule.counts)
+        refused[about] = refused.get(about, 0) + 1
+        ends_in_us = None
         if rule.budget is not None:
-            return self._spent(rule, demand, verdict)
-        if rule.counts == "concurrency":
-            return ConcurrencyFull(
-                f"{rule.limit} {what} are allowed for {whose}, and as many are running. "
-                "Retry when one has ended.",
-                retry_after_s=1.0,
-            )
-        per = f"{rule.limit}" if rule.counts != "spend" else _dollars(rule.limit)
-        allowed = f"{per} {what} per {_period(rule.period_us)} are allowed for {whose}"
-        if rule.limit == 0:
-            return TooLargeForLimit(f"{allowed}: none. Ask your administrator.")
-        if verdict.wait_us == NEVER:
-            if not self._is_up():
-                return LimitsUnavailable(
-                    f"{allowed}; the shared counters are away and this replica's share does not "
-                    "hold this request. Retry shortly.",
-                    retry_after_s=1.0,
-                )
-            asked = f"{demand.amount}" if rule.counts != "spend" else _dollars(demand.amount)
-            return TooLargeForLimit(
-                f"{allowed}, and this request alone could take {asked}. "
-                "Shorten it or lower max_tokens."
-            )
-        wait_s = verdict.wait_us / 1e6
-        return RateLimited(
-            f"{allowed}, and they are used up. Retry in {duration(verdict.wait_us)}.",
-            retry_after_s=wait_s,
-        )
-
-    def _spent(self, rule: Rule, demand: Demand, verdict: Verdict) -> GatewayError:
-        assert rule.budget is not None
-        budget, whose = rule.budget, OF[rule.scope]
-        now_us = self._clock.now_ns() // 1000
-        end_us = self._windows.now(budget, now_us).end_us
-        amount = _dollars(rule.limit)
-        if verdict.wait_us == NEVER and rule.limit and self._is_up():
-            return BudgetSpent(
-                f"This request could cost up to {_dollars(demand.amount)}, more than the whole "
-                f"budget of {amount} of {whose}. Shorten it, lower max_tokens, or ask your "
-                "administrator for a larger budget."
-            )
-        when = "" if end_us is None else f" It begins anew in {duration(end_us - now_us)}."
-        left = _dollars(verdict.rooms[verdict.binding].remaining)
-        return BudgetSpent(
-            f"The {_window(budget.window, budget.hours)} budget of {amount} of {whose} has {left} "
-            f"left, and this request could cost up to {_dollars(demand.amount)}.{when}",
-            retry_after_s=None if end_us is None else (end_us - now_us) / 1e6,
-        )
+            now_us = self._clock.now_ns() // 1000
+            end_us = self._windows.now(rule.budget, now_us).end_us
+            ends_in_us = None if end_us is None else end_us - now_us
+        found = words.refusal(rule, demand, verdict, by_slice=hold.by_slice, ends_in_us=ends_in_us)
+        if rule.budget is not None and rule.budget.mode == "downgrade":
+            return words.downgrades(found, rule.budget.downgrade_to)
+        return found
 
     def _alert(self, hold: _Hold, verdict: Verdict) -> None:
         """Once per window for each soft budget that is overrun."""
-        for rule, demand, room in zip(hold.rules, hold.demands, verdict.rooms, strict=False):
+        for index in hold.found.budgets:
+            rule, demand = hold.found.rules[index], hold.demands[index]
             if rule.budget is None or rule.budget.mode != "soft":
                 continue
-            used = MOST - room.remaining
-            alert = (hold.tenant, rule.key, demand.window_us)
+            used = MOST - verdict.rooms[index].remaining
+            alert = (hold.root, rule.key, demand.window_us)
             if used > rule.limit and alert not in self._alerted:
                 if len(self._alerted) > MAX_CALLERS:
                     self._alerted.clear()
@@ -385,8 +344,67 @@ class Limits:
                 self.counts.soft_overruns += 1
                 log.warning(
                     "budget_overrun",
-                    extra={"tenant": hold.tenant, "budget": rule.budget.id, "scope": rule.scope},
+                    extra={"tenant": rule.owner, "budget": rule.budget.id, "scope": rule.scope},
                 )
+
+    # -- grow
+
+    def growth(self, request_id: str) -> Growth | None:
+        """For a request that did not say how long its answer may get, and has a budget that can
+        refuse."""
+        hold = self._holds.get(request_id)
+        if hold is None or hold.asked.output_limit is not None:
+            return None
+        if not any(_may_refuse(rule) for rule in hold.found.rules):
+            return None
+
+        async def ask(attempt: Attempt, tokens: int) -> bool:
+            return await self._extend(request_id, hold, attempt, tokens)
+
+        return Growth(hold.output_tokens, ask)
+
+    async def _extend(self, request_id: str, hold: _Hold, attempt: Attempt, tokens: int) -> bool:
+        """Hold that many output tokens more on every budget that can refuse."""
+        if self._holds.get(request_id) is not hold:
+            return True  # it has been settled meanwhile
+        nano = self.estimator.money_nano(
+            self._prices(),
+            backend=attempt.backend,
+            provider=attempt.provider,
+            model=attempt.model,
+            input_tokens=0,
+            output_tokens=tokens,
+            now_ns=self._clock.now_ns(),
+        )
+        if not nano:
+            return True
+        more = [nano if _may_refuse(rule) else 0 for rule in hold.found.rules]
+        if hold.in_store:
+            try:
+                answer = await self.store.extend(hold.root, request_id, more)
+            except StoreGone as error:
+                self._say_why(error)
+                answer = None
+            if answer is not None:
+                return answer
+        return self._extend_by_slice(request_id, hold, more)
+
+    def _extend_by_slice(self, request_id: str, hold: _Hold, more: Sequence[int]) -> bool:
+        if any(
+            rule.is_strict for rule, amount in zip(hold.found.rules, more, strict=True) if amount
+        ):
+            return False
+        parts = [
+            replace(demand, amount=amount)
+            for demand, amount in zip(hold.demands, more, strict=True)
+            if amount
+        ]
+        hold_id = f"{request_id}+{len(hold.grown)}"
+        lease_us = _lease_us(self._settings()[0])
+        verdict = self._slices.admit(hold.root, hold_id, lease_us, parts, self._replicas())
+        if verdict.admitted:
+            hold.grown = [*hold.grown, (hold_id, [part.amount for part in parts])]
+        return verdict.admitted
 
     # -- settle
 
@@ -399,77 +417,28 @@ class Limits:
         self.estimator.learn(record, asked.text_bytes, asked.images, asked.choices)
         if not hold.demands:
             return
+        was_ended = record.outcome is Outcome.BUDGET_REFUSED and record.attempts
+        self.counts.streams_ended += bool(was_ended)
         taken = taken_by(record)
-        amounts = [actual(rule, taken) for rule in hold.rules]
+        amounts = [rule.actual(taken) for rule in hold.found.rules]
         ended_us = (record.ended_ns or 0) // 1000
-        if hold.in_slice:
-            self._slices.settle(hold.tenant, record.request_id, amounts, ended_us)
+        if hold.by_slice:
+            self._slices.settle(hold.root, record.request_id, amounts, ended_us)
+        for hold_id, grown in hold.grown:
+            self._slices.settle(hold.root, hold_id, grown, ended_us)
         if hold.in_store:
-            self.store.settle(hold.tenant, record.request_id, amounts, ended_us)
+            self.store.settle(hold.root, record.request_id, amounts, ended_us)
 
-    # -- the ledger's word
+    # -- upkeep
 
-    async def _read_spend(self, hold: _Hold, cold: Sequence[int]) -> None:
-        """Read what was spent of budgets that the store does not know. Shared by all requests that
-        wait for it, and not given up when one of them is."""
-        for index in cold:
-            about = (hold.tenant, hold.rules[index].key)
-            task = self._reading.get(about)
-            if task is None:
-                task = asyncio.ensure_future(self._rebase_one(*about, hold.rules[index]))
-                self._reading[about] = task
-                task.add_done_callback(functools.partial(self._was_read, about))
-            await asyncio.shield(task)
-        # What settled in the last moments may not have been shipped yet: look again soon.
-        asyncio.get_running_loop().call_later(SHIPPED_S, self._recovered.set)
-
-    def _was_read(self, about: tuple[str, str], task: "asyncio.Task[None]") -> None:
-        self._reading.pop(about, None)
-        if not task.cancelled():
-            task.exception()  # told to whoever waited; nobody may
-
-    async def _rebase_one(self, tenant: str, key: str, rule: Rule) -> None:
-        assert rule.budget is not None
-        settings = self._settings()[1]
-        now_us = self._clock.now_ns() // 1000
-        window = self._windows.now(rule.budget, now_us)
-        grain_us = rule.period_us // ROLLING_SLOTS if rule.period_us else MINUTE_US
-        cut = (now_us - settings.settled_after_s * 1_000_000) // grain_us
-        start_us = now_us - rule.period_us - grain_us if rule.period_us else window.start_us
-        found = await self._spend.of(
-            ledger_filters(tenant, rule),
-            start_us=start_us,
-            cut=cut,
-            grain_us=grain_us,
-            all_slots=bool(rule.period_us),
-        )
-        await self.store.rebase(
-            tenant,
-            Spent(
-                key=key,
-                period_us=rule.period_us,
-                window_us=window.start_us,
-                before=found.before,
-                cut=cut,
-                slots=found.slots,
-            ),
-        )
-        self.counts.rebases += 1
-
-    async def budget(self, tenant: str, key: str) -> BudgetState | None:
+    async def budget(self, root: str, key: str) -> BudgetState | None:
         """A budget's counter. Raises StoreGone."""
-        return await self.store.budget(tenant, key)
+        return await self.store.budget(root, key)
 
     async def rebase(self) -> None:
-        """Correct every budget that was asked for since the last time. Raises StoreGone,
-        StoreUnavailable; then all of them are corrected next time."""
-        for about, rule in list(self._budgets.items()):
-            await self._rebase_one(*about, rule)
-            if self._budgets.get(about) is rule and not self._has_holds(about[0]):
-                del self._budgets[about]
-
-    def _has_holds(self, tenant: str) -> bool:
-        return any(hold.tenant == tenant for hold in self._holds.values())
+        """Correct every budget that is used, by the ledger. Raises StoreGone, StoreUnavailable."""
+        busy = frozenset(hold.root for hold in self._holds.values())
+        await self._follower.correct_all(busy)
 
     def recovered(self) -> None:
         """The store is back, perhaps without its memory: correct all budgets soon."""
@@ -477,15 +446,17 @@ class Limits:
 
     async def renew(self) -> None:
         """Keep the holds of running requests. Raises StoreGone."""
-        by_tenant: dict[str, list[str]] = {}
-        lease_us = round(self._settings()[0].lease_s * 1e6)
+        by_root: dict[str, list[str]] = {}
+        lease_us = _lease_us(self._settings()[0])
         for request_id, hold in self._holds.items():
             if hold.in_store:
-                by_tenant.setdefault(hold.tenant, []).append(request_id)
-            if hold.in_slice:
-                self._slices.renew(hold.tenant, request_id, lease_us)
-        for tenant, hold_ids in by_tenant.items():
-            await self.store.renew(tenant, hold_ids, lease_us)
+                by_root.setdefault(hold.root, []).append(request_id)
+            if hold.by_slice:
+                self._slices.renew(hold.root, request_id, lease_us)
+            for hold_id, _ in hold.grown:
+                self._slices.renew(hold.root, hold_id, lease_us)
+        for root, hold_ids in by_root.items():
+            await self.store.renew(root, hold_ids, lease_us)
 
     async def run(self) -> None:
         """Renew and rebase until cancelled."""
@@ -511,87 +482,23 @@ class Limits:
                 log.exception("limits: upkeep failed")
 
 
-def ledger_filters(tenant: str, rule: Rule) -> dict[str, str]:
-    """The columns of the ledger that make a budget's sum."""
-    filters = {"tenant_id": tenant}
-    column = {"key": "key_id", "route": "asked_model"}.get(rule.scope)
-    if column is not None:
-        filters[column] = rule.subject
-    return filters
+def _without_bite(rules: Sequence[Rule], mode: str) -> list[Rule]:
+    """Budgets of a mode count, and no longer refuse."""
+    return [
+        replace(rule, budget=replace(rule.budget, mode="soft"))
+        if rule.budget is not None and rule.budget.mode == mode
+        else rule
+        for rule in rules
+    ]
 
 
-def taken_by(record: RequestRecord) -> Taken:
-    """All attempts together: what failed halfway was used too."""
-    total = Used()
-    models: dict[str, Used] = {}
-    for attempt in record.attempts:
-        cost = sum(
-            (c.amount for c in attempt.charges if c.amount is not None and c.currency == "USD"),
-            Decimal(0),
-        )
-        usage = attempt.usage
-        used = Used(
-            input_tokens=0 if usage is None else usage.input_tokens,
-            output_tokens=0 if usage is None else usage.output_tokens,
-            spend_nano=int((cost * NANO).to_integral_value(ROUND_CEILING)),
-        )
-        total += used
-        models[attempt.model] = models.get(attempt.model, Used()) + used
-    return Taken(total=total, models=models)
+def _may_refuse(rule: Rule) -> bool:
+    return rule.budget is not None and rule.budget.mode == "hard"
 
 
-def _headers(hold: _Hold, verdict: Verdict) -> Mapping[str, str]:
-    """`x-ratelimit-*` of the most binding limit on requests and on tokens (WIRE.md 2)."""
-    headers: dict[str, str] = {}
-    for name, kinds in (
-        ("requests", ("requests",)),
-        ("tokens", ("tokens", "input_tokens", "output_tokens")),
-    ):
-        best: tuple[float, Rule, int, int] | None = None
-        for rule, room in zip(hold.rules, verdict.rooms, strict=False):
-            if rule.counts in kinds:
-                share = room.remaining / rule.limit if rule.limit else 0.0
-                if best is None or share < best[0]:
-                    best = (share, rule, room.remaining, room.reset_us)
-        if best is not None:
-            headers[f"x-ratelimit-limit-{name}"] = str(best[1].limit)
-            headers[f"x-ratelimit-remaining-{name}"] = str(best[2])
-            headers[f"x-ratelimit-reset-{name}"] = duration(best[3])
-    return headers
+def _unheard(_: float) -> None:
+    pass
 
 
-def duration(us: int) -> str:
-    """As Go writes durations: `12ms`, `1.5s`, `6m0s`, `1h0m0s`."""
-    ms = max(0, -(-us // 1000))
-    if ms < 1000:
-        return f"{ms}ms"
-    seconds, rest = divmod(ms, 1000)
-    part = f".{rest:03d}".rstrip("0") if rest else ""
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes}m{seconds}{part}s"
-    return f"{minutes}m{seconds}{part}s" if minutes else f"{seconds}{part}s"
-
-
-def _dollars(nano: int) -> str:
-    text = f"{Decimal(nano) / NANO:f}"
-    if "." in text:
-        text = text.rstrip("0").rstrip(".")
-    return f"${text}"
-
-
-def _period(us: int) -> str:
-    return {60_000_000: "minute", 3_600_000_000: "hour", 86_400_000_000: "day"}.get(
-        us, f"{us // 1_000_000} seconds"
-    )
-
-
-def _window(kind: str, hours: int | None) -> str:
-    return {
-        "hour": "hourly",
-        "day": "daily",
-        "week": "weekly",
-        "month": "monthly",
-        "lifetime": "lifetime",
-    }.get(kind, f"{hours}-hour")
+def _lease_us(settings: LimitSettings) -> int:
+    return round(settings.lease_s * 1e6)

@@ -13,7 +13,8 @@ hold is settled at most once; no interleaving admits more than a limit allows.
 - A *bucket* (tokens, spend) refills evenly and may go below zero: what a request really took is
   debited when it settles, and the debt is paid before the next one is admitted.
 - *Concurrency* is the number of open holds.
-- A *budget* is what was spent in its window plus what is held.
+- A *budget* is what was spent in its window plus what is held. Both follow the truth: `rebase`
+  takes what was spent from the ledger, and counts anew what the open holds hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ ROLLING_SLOTS = 60  # of a rolling budget
 MINUTE_US = 60_000_000
 MOST = 9_000_000_000_000_000  # below 2^53: exact in the script's doubles too
 NEVER = -1  # as a wait: this request does not fit even when everything is free
+FEW_HOLDS = 1000  # of a tenant: more are not counted anew, since nothing else moves meanwhile
 
 
 class Kind(IntEnum):
@@ -213,6 +215,32 @@ def settle(
     return True
 
 
+def extend(state: TenantState, now_us: int, hold_id: str, more: Sequence[int]) -> bool | None:
+    """Hold that much more of each budget of an open hold, or of none (False). None: there is no
+    such hold or budget any more, so nobody knows. A window that is over refuses nothing: what is
+    held there no longer counts. Other limits are not asked: they take the truth as a debt."""
+    hold = state.holds.get(hold_id)
+    if hold is None:
+        return None
+    extended = list(hold.demands)
+    for index, (demand, amount) in enumerate(zip(hold.demands, more, strict=True)):
+        if demand.kind != BUDGET or amount <= 0:
+            continue
+        budget = state.budgets.get(demand.key)
+        if budget is None:
+            return None
+        if budget.window_us > demand.window_us:
+            continue
+        if _look_budget(state, now_us, replace(demand, amount=amount))[2]:
+            return False
+        extended[index] = replace(demand, amount=demand.amount + amount)
+    for before, after in zip(hold.demands, extended, strict=True):
+        if before is not after:
+            state.budgets[after.key].held += after.amount - before.amount
+    hold.demands = extended
+    return True
+
+
 def renew(state: TenantState, now_us: int, hold_ids: Iterable[str], lease_us: int) -> None:
     """Keep these holds for another lease."""
     for hold_id in hold_ids:
@@ -250,6 +278,13 @@ def rebase(state: TenantState, spent: Spent) -> None:
         recent[slot] = max(amount, recent.get(slot, 0)) if slot >= spent.cut else amount
     budget.slots = recent
     budget.spent = spent.before + sum(recent.values())
+    if len(state.holds) <= FEW_HOLDS:
+        budget.held = sum(
+            demand.amount
+            for hold in state.holds.values()
+            for demand in hold.demands
+            if demand.key == spent.key and demand.window_us == budget.window_us
+        )
 
 
 def forget(state: TenantState, now_us: int) -> None:
@@ -378,6 +413,9 @@ WINDOW_END_US = 1_000_000_000_000  # a spent budget: whoever made the window kno
 
 def _look_concurrency(state: TenantState, now_us: int, demand: Demand) -> _Looked:
     left = demand.limit - state.held(demand.key)
+    if left < demand.amount and not state.holds:  # nobody is there: the number is wrong
+        state.concurrency.pop(demand.key, None)
+        left = demand.limit
     if left >= demand.amount:
         return left, 0, 0, None
     return left, RETRY_US, RETRY_US if demand.amount <= demand.limit else NEVER, None

@@ -60,12 +60,19 @@ class AskBudget(Struct, frozen=True, tag=5, array_like=True):
     key: str
 
 
-Message = Admit | Settle | Renew | Rebase | AskBudget
+class Extend(Struct, frozen=True, tag=6, array_like=True):
+    tenant: str
+    hold_id: str
+    more: tuple[int, ...]
+
+
+Message = Extend | Admit | Settle | Renew | Rebase | AskBudget
 
 _encoder = msgspec.msgpack.Encoder()
 _messages = msgspec.msgpack.Decoder(Message)
 _verdicts = msgspec.msgpack.Decoder(Verdict)
 _budgets = msgspec.msgpack.Decoder(BudgetState | None)
+_answers = msgspec.msgpack.Decoder(bool | None)
 _nothing = msgspec.msgpack.Decoder(None)
 
 
@@ -151,6 +158,8 @@ class _Served(_Frames):
             case Rebase(tenant, spent):
                 store.try_rebase(tenant, spent)
                 self.put(None)
+            case Extend(tenant, hold_id, more):
+                self.put(store.try_extend(tenant, hold_id, more))
             case AskBudget(tenant, key):
                 self.put(store.try_budget(tenant, key))
 
@@ -245,14 +254,24 @@ class CounterClient:
         self.is_up = False
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict:
+        """The parent is on this machine and does nothing else: its patience is one for all."""
         message = Admit(tenant, hold_id, lease_us, tuple(demands))
         return await self._ask(message, _verdicts)
 
     def settle(self, tenant: str, hold_id: str, actual: Sequence[int], ended_us: int) -> None:
         if self.is_up and self._connection is not None:
             self._connection.put(Settle(tenant, hold_id, tuple(actual), ended_us))
+
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        return await self._ask(Extend(tenant, hold_id, tuple(more)), _answers)
 
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None:
         await self._ask(Renew(tenant, tuple(hold_ids), lease_us), _nothing)

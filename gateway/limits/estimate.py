@@ -24,12 +24,13 @@ _INPUT_METERS = (Meter.INPUT, Meter.CACHE_WRITE, Meter.CACHE_WRITE_1H, Meter.DOC
 
 
 class _Seen:
-    __slots__ = ("count", "deviation", "mean", "outputs")
+    __slots__ = ("answers", "count", "deviation", "mean", "outputs")
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = FIRST_TOKENS_PER_BYTE
         self.deviation = 0.0
+        self.answers = 0
         self.outputs = [0] * 130  # answers by size, five buckets per power of two
 
 
@@ -41,7 +42,12 @@ class Estimator:
         self._models: OrderedDict[str, _Seen] = OrderedDict()
         self._device_nano: dict[tuple[str, str], float] = {}  # per token, on owned hardware
 
-    def input_tokens(self, model: str, text_bytes: int, images: int) -> int:
+    def input_tokens(
+        self, model: str, text_bytes: int, images: int, counted: int | None = None
+    ) -> int:
+        """`counted`: by the model's own tokenizer."""
+        if counted is not None:
+            return counted + images * TOKENS_PER_IMAGE
         seen = self._models.get(model)
         rate = FIRST_TOKENS_PER_BYTE
         if seen is not None and seen.count:
@@ -51,9 +57,9 @@ class Estimator:
     def output_tokens(self, model: str, choices: int) -> int:
         """The 95th percentile of what the model's answers took, for each choice."""
         seen = self._models.get(model)
-        if seen is None or sum(seen.outputs) < ENOUGH:
+        if seen is None or seen.answers < ENOUGH:
             return self._first_output_tokens * choices
-        left = sum(seen.outputs) * 0.05
+        left = seen.answers * 0.05
         for size in range(len(seen.outputs) - 1, -1, -1):
             left -= seen.outputs[size]
             if left < 0:
@@ -86,8 +92,10 @@ class Estimator:
         tokens = max(1, served.usage.output_tokens // choices)
         size = min(len(seen.outputs) - 1, int(5 * log2(tokens)))
         seen.outputs[size] += 1
-        if sum(seen.outputs) > 10_000:
+        seen.answers += 1
+        if seen.answers > 10_000:
             seen.outputs = [number // 2 for number in seen.outputs]
+            seen.answers = sum(seen.outputs)
 
     def _learn_device(self, record: RequestRecord) -> None:
         for attempt in record.attempts:

@@ -7,6 +7,7 @@ local SLOTS, ROLLING_SLOTS, MINUTE_US = 64, 60, 60000000
 local NEVER, RETRY_US, WINDOW_END_US = -1, 1000000, 1000000000000
 local KEEP_MS = 40 * 86400000 -- idle state goes; a budget that is gone is read from the ledger anew
 local DAY_MS = 86400000
+local FEW_HOLDS = 1000
 local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
 local holds, data = KEYS[1], KEYS[2]
 local clock = redis.call('TIME')
@@ -134,6 +135,10 @@ end
 
 look[CONCURRENCY] = function(d)
   local left = d.limit - tonumber(redis.call('GET', d.key) or 0)
+  if left < d.amount and redis.call('ZCARD', holds) == 0 then
+    redis.call('DEL', d.key)
+    left = d.limit
+  end
   if left >= d.amount then return left, 0, 0 end
   if d.amount <= d.limit then return left, RETRY_US, RETRY_US end
   return left, RETRY_US, NEVER
@@ -269,6 +274,32 @@ steps.settle = function()
   return end_hold(ARGV[2], actual, tonumber(ARGV[3]))
 end
 
+-- hold, then how much more of each limit of the hold → 1, 0: refused, -1: nobody knows
+steps.extend = function()
+  local packed = redis.call('HGET', data, ARGV[2])
+  if not packed then return -1 end
+  local limits, extended = cmsgpack.unpack(packed), {}
+  for i, d in ipairs(limits) do
+    local more = tonumber(ARGV[i + 2])
+    if d[2] == BUDGET and more > 0 then
+      if redis.call('EXISTS', d[1]) == 0 then return -1 end
+      local one = { key = d[1], limit = d[3], amount = more, period = d[5], window = d[6] }
+      local _, _, wait = look[BUDGET](one)
+      if one.stored <= d[6] then
+        if wait ~= 0 then return 0 end
+        extended[#extended + 1] = { d, more }
+      end
+    end
+  end
+  for _, one in ipairs(extended) do
+    local d, more = one[1], one[2]
+    redis.call('HINCRBY', d[1], 'h', whole(more))
+    d[4] = d[4] + more
+  end
+  redis.call('HSET', data, ARGV[2], cmsgpack.pack(limits))
+  return 1
+end
+
 -- lease_us, holds → how many are open
 steps.renew = function()
   local count = 0
@@ -282,6 +313,16 @@ steps.renew = function()
 end
 
 steps.expire = expire
+
+local function held_of(key, window)
+  local held = 0
+  for _, packed in ipairs(redis.call('HVALS', data)) do
+    for _, d in ipairs(cmsgpack.unpack(packed)) do
+      if d[1] == key and d[6] == tonumber(window) then held = held + d[4] end
+    end
+  end
+  return held
+end
 
 -- period_us, window_us, before, cut, then slot and amount of each
 steps.rebase = function()
@@ -309,6 +350,9 @@ steps.rebase = function()
     spent = spent + amount
   end
   redis.call('HSET', d.key, 's', whole(spent))
+  if redis.call('HLEN', data) <= FEW_HOLDS then
+    redis.call('HSET', d.key, 'h', whole(held_of(d.key, redis.call('HGET', d.key, 'w'))))
+  end
   redis.call('PEXPIRE', d.key, KEEP_MS)
   return 1
 end

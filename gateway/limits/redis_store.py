@@ -21,6 +21,7 @@ import hiredis
 
 from gateway.limits.arithmetic import BudgetState, Demand, Room, Spent, Verdict
 from gateway.limits.store import StoreGone
+from gateway.limits.topology import place_of, primary_of
 from gateway.limits.wire import Argument, Connection, connect
 
 log = logging.getLogger(__name__)
@@ -48,12 +49,17 @@ class RedisStore:
         budget_s: float = 0.05,
         heartbeat_s: float = 5.0,
         on_recovered: Callable[[], None] | None = None,
+        on_trouble: Callable[[], None] | None = None,
+        replicas_key: str = REPLICAS,
     ) -> None:
+        """`url`: of one server, or of the Sentinels that know it (`topology`)."""
+        self.replicas_key = replicas_key
+        self._on_trouble = on_trouble
         self.is_up = False
         self.outages = 0
         self.dropped = 0
         self.replicas: int | None = None  # None: never granted a slice
-        self._url = url
+        self._place = place_of(url)
         self._node = node
         self._budget_s = budget_s
         self._heartbeat_s = heartbeat_s
@@ -80,7 +86,7 @@ class RedisStore:
         await asyncio.wait([self._task])
         if self._connection is not None and self._connection.is_open:
             with contextlib.suppress(StoreGone, hiredis.ReplyError):
-                await self._connection.call("ZREM", REPLICAS, self._node)
+                await self._connection.call("ZREM", self.replicas_key, self._node)
             self.is_up = False  # first: this is no outage
             self._connection.close()
 
@@ -92,7 +98,13 @@ class RedisStore:
     # -- steps
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict:
         """Raises StoreGone within the budget. If it `was_sent`, the server may have admitted all
         the same, and `settle` must be called."""
@@ -101,16 +113,21 @@ class RedisStore:
             raise StoreGone
         prefix = f"ml:{{{tenant}}}:"
         head = (*_head(prefix, [demand.key for demand in demands]), "admit", hold_id, lease_us)
-        reply = await connection.ask((*head, *_flat(demands)))
+        reply = await connection.ask((*head, *_flat(demands)), within_s=within_s)
         if isinstance(reply, Exception):
             raise self._failed(reply)
         return _verdict(reply)
 
     def settle(self, tenant: str, hold_id: str, actual: Sequence[int], ended_us: int) -> None:
         command = (*_head(f"ml:{{{tenant}}}:", ()), "settle", hold_id, ended_us, *actual)
-        self._send((tenant, hold_id), command)
+        self.send((tenant, hold_id), command)
 
-    def _send(self, about: tuple[str, str], command: tuple[Argument, ...]) -> None:
+    def take_backlog(self) -> list[tuple[tuple[str, str], tuple[Argument, ...]]]:
+        """What the server has not heard, for another one that has its tenants now."""
+        items, self._backlog = list(self._backlog.items()), OrderedDict()
+        return items
+
+    def send(self, about: tuple[str, str], command: tuple[Argument, ...]) -> None:
         if self.is_up and self._connection is not None:
             receive = functools.partial(self._settled, about, command)
             self._connection.send(command, receive)
@@ -134,6 +151,10 @@ class RedisStore:
 
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None:
         await self._call(_head(f"ml:{{{tenant}}}:", ()), "renew", lease_us, *hold_ids)
+
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        answer = await self._call(_head(f"ml:{{{tenant}}}:", ()), "extend", hold_id, *more)
+        return None if answer < 0 else bool(answer)
 
     async def rebase(self, tenant: str, spent: Spent) -> None:
         flat = [part for item in spent.slots.items() for part in item]
@@ -177,12 +198,19 @@ class RedisStore:
             log.warning("limit store gone", extra={"hint": "each replica spends its slice"})
         self.is_up = False
         self._lost.set()
+        self._say_trouble()
+
+    def _say_trouble(self) -> None:
+        if self._on_trouble is not None:
+            self._on_trouble()
 
     async def _open(self) -> None:
         self._lost.clear()
-        connection = await connect(self._url, lost=self._was_lost)
+        connection = await connect(await primary_of(self._place), lost=self._was_lost)
         try:
             self._opened = asyncio.get_running_loop().time()
+            if (await connection.call("ROLE"))[0] != b"master":
+                raise StoreGone("not a primary")
             await connection.call("SCRIPT", "LOAD", SCRIPT)
             await self._register(connection)
             while self._backlog:
@@ -210,9 +238,9 @@ class RedisStore:
         went without a word is counted for an hour, since it may be spending its slice."""
         seconds, _ = await connection.call("TIME")
         now = int(seconds)
-        await connection.call("ZADD", REPLICAS, now + REMEMBERED_S, self._node)
-        await connection.call("ZREMRANGEBYSCORE", REPLICAS, "-inf", now)
-        count = int(await connection.call("ZCARD", REPLICAS))
+        await connection.call("ZADD", self.replicas_key, now + REMEMBERED_S, self._node)
+        await connection.call("ZREMRANGEBYSCORE", self.replicas_key, "-inf", now)
+        count = int(await connection.call("ZCARD", self.replicas_key))
         if asyncio.get_running_loop().time() - self._opened >= self._settled_s:
             self.replicas = max(1, count)
         elif self.replicas is not None:
@@ -233,6 +261,7 @@ class RedisStore:
                 await self._open()
             except StoreGone:
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                self._say_trouble()
                 continue
             except Exception:  # the loop outlives its bugs; requests go on within slices
                 log.exception("limit store: reconnecting failed")

@@ -6,7 +6,7 @@ one on each of its kind, and that before the config's default.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from decimal import Decimal
 from functools import lru_cache
 
@@ -23,6 +23,7 @@ from gateway.allowances import (
 )
 from gateway.auth import Caller
 from gateway.limits.arithmetic import MOST, Demand, Kind
+from gateway.limits.taken import Taken
 
 _KINDS = {
     "requests": Kind.WINDOW,
@@ -34,6 +35,9 @@ _KINDS = {
 }
 SUBJECTS = 1_000  # remembered per caller
 MEMORY = 10_000  # callers and users remembered
+
+
+TOKENS = frozenset({"tokens", "input_tokens", "output_tokens"})
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
@@ -59,17 +63,23 @@ class Rule(Struct, frozen=True):
     scope: str
     is_strict: bool
     budget: Budget | None = None
-    subject: str = ""  # of a budget, as the ledger calls it
+    subject: str = ""  # as the ledger calls it
+    owner: str = ""  # the tenant whose limit it is
+    is_above: bool = False  # a tenant above the caller's own
 
-    def demand(self, wanted: Wanted, window: Window | None) -> Demand:
+    def demand(self, wanted: Wanted) -> Demand:
+        """The window of a budget is for whoever knows the time to fill in."""
         limit = self.limit
         if self.budget is not None and self.budget.mode == "soft":
             limit = MOST
         amount = max(1, _amount(self.counts, wanted))
         if not wanted.is_bounded and self.kind is Kind.BUCKET and amount > limit:
             amount = max(1, limit)  # an estimate, not a promise: it fits the full bucket
-        window_us = 0 if window is None else window.start_us
-        return Demand(self.key, self.kind, limit, amount, self.period_us, window_us)
+        return Demand(self.key, self.kind, limit, amount, self.period_us)
+
+    def actual(self, taken: Taken) -> int:
+        """The amount that settles the demand."""
+        return taken.of(self.counts, model=self.subject if self.scope == "model" else None)
 
 
 def _amount(counts: str, wanted: Wanted) -> int:
@@ -86,140 +96,158 @@ def _amount(counts: str, wanted: Wanted) -> int:
             return 1
 
 
-class Used(Struct, frozen=True, kw_only=True):
-    """What one or more attempts really took."""
+class Applied(Struct, frozen=True):
+    """The rules of a request, and which of them (by index) are of interest to whom."""
 
-    input_tokens: int = 0
-    output_tokens: int = 0
-    spend_nano: int = 0
+    rules: Sequence[Rule]
+    budgets: Sequence[int]
+    requests: Sequence[int]
+    tokens: Sequence[int]
 
-    def __add__(self, other: "Used") -> "Used":
-        return Used(
-            input_tokens=self.input_tokens + other.input_tokens,
-            output_tokens=self.output_tokens + other.output_tokens,
-            spend_nano=self.spend_nano + other.spend_nano,
-        )
+    @property
+    def is_strict(self) -> bool:
+        return any(rule.is_strict for rule in self.rules)
 
 
-class Taken(Struct, frozen=True, kw_only=True):
-    """What a request really took, in all and of each model that it asked."""
+def applied(rules: Sequence[Rule]) -> Applied:
+    def of(kinds: Set[str]) -> Sequence[int]:
+        return tuple(i for i, r in enumerate(rules) if r.budget is None and r.counts in kinds)
 
-    total: Used
-    models: dict[str, Used]
+    budgets = tuple(i for i, rule in enumerate(rules) if rule.budget is not None)
+    return Applied(tuple(rules), budgets, of({"requests"}), of(TOKENS))
 
 
-def actual(rule: Rule, taken: Taken) -> int:
-    """The amount that settles a rule's demand. A model that was not asked took nothing."""
-    used = taken.models.get(rule.subject, Used()) if rule.scope == "model" else taken.total
-    match rule.counts:
-        case "input_tokens":
-            return used.input_tokens
-        case "output_tokens":
-            return used.output_tokens
-        case "tokens":
-            return used.input_tokens + used.output_tokens
-        case "spend":
-            return used.spend_nano
-        case _:
-            return 1
+class Level(Struct, frozen=True):
+    """One tenant of the caller's tree, and what it and all below it may use."""
+
+    tenant_id: str
+    limits: Sequence[Limit]
+    budgets: Sequence[Budget]
+
+
+def levels_of(caller: Caller) -> tuple[Level, ...]:
+    """The caller's own tenant first, then those above it, the top last."""
+    own = Level(caller.tenant_id, caller.limits, caller.budgets)
+    above = [Level(one.tenant_id, one.limits, one.budgets) for one in caller.ancestors]
+    return (own, *above)
 
 
 class Rules:
-    """Compiled for one tenant and key; `of` picks those of a request."""
+    """Compiled for one tenant and key; `of` picks those of a request.
+
+    `root` is the top of the tenant's tree: all that are below it share one hash slot of the store,
+    since a request takes from all levels in one step. Defaults of the config hold for the caller's
+    own tenant only: who sets none for a level above means none."""
 
     def __init__(self, caller: Caller, limits: LimitSettings, budgets: BudgetSettings) -> None:
-        self._limits = caller.limits
-        self._budgets = caller.budgets
+        self._levels = levels_of(caller)
+        self.root = self._levels[-1].tenant_id
         self._default_limits = list(_defaults(caller, limits))
         self._default_budgets = list(_default_budgets(caller, budgets))
-        self._selected: dict[tuple[str, str], list[Rule]] = {}
-        self._fixed = [
-            *self._select("tenant", None),
-            *self._select("key", caller.key_id),
-        ]
-        self._scopes = {limit.scope for limit in (*self._limits, *self._default_limits)} | {
-            budget.scope for budget in self._budgets
-        }
+        self._known: dict[tuple[str | None, str, tuple[str, ...]], Applied] = {}
+        self._scopes = {limit.scope for limit in self._default_limits}
+        for level in self._levels:
+            self._scopes |= {limit.scope for limit in level.limits}
+            self._scopes |= {budget.scope for budget in level.budgets}
+        self._fixed = [*self._select("tenant", None), *self._select("key", caller.key_id)]
+        self._varies = not self._scopes.isdisjoint(("user", "route", "model"))
+        self._always = applied(self._fixed)
 
-    def of(self, user: str | None, route: str, models: Iterable[str]) -> list[Rule]:
-        found = self._fixed
-        if self._scopes.isdisjoint(("user", "route", "model")):
-            return found
-        found = list(found)
+    def of(self, user: str | None, route: str, models: tuple[str, ...]) -> Applied:
+        if not self._varies:
+            return self._always
+        about = (user if "user" in self._scopes else None, route, models)
+        known = self._known.get(about)
+        if known is None:
+            if len(self._known) >= SUBJECTS:
+                self._known.clear()
+            known = self._known[about] = self._of(*about)
+        return known
+
+    def _of(self, user: str | None, route: str, models: tuple[str, ...]) -> Applied:
+        found = list(self._fixed)
         if "user" in self._scopes:  # who names no user is one user, or leaving it out would pay
-            found += self._remembered("user", user or "")
+            found += self._select("user", user or "")
         if "route" in self._scopes:
-            found += self._remembered("route", route)
+            found += self._select("route", route)
         if "model" in self._scopes:
             for model in models:
-                found += self._remembered("model", model)
-        return found
-
-    def _remembered(self, scope: str, subject: str) -> list[Rule]:
-        found = self._selected.get((scope, subject))
-        if found is None:
-            if len(self._selected) >= SUBJECTS:
-                self._selected.clear()
-            found = self._selected[scope, subject] = self._select(scope, subject)
-        return found
+                found += self._select("model", model)
+        return applied(found)
 
     def _select(self, scope: str, subject: str | None) -> list[Rule]:
-        """The first of each kind and period wins: own subject, then each. Where nothing of a kind
-        was set, the config's default."""
-        chosen: dict[object, Rule] = {}
-        for is_own in (True, False):
-            for limit in self._limits:
-                if limit.scope == scope and _matches(limit.subject, subject, is_own):
-                    chosen.setdefault((limit.counts, limit.per_s), _rule(limit, subject))
-            for budget in self._budgets:
-                if budget.scope == scope and _matches(budget.subject, subject, is_own):
-                    chosen.setdefault((budget.window, budget.hours), _budget_rule(budget, subject))
-        rules = list(chosen.values())
+        """Of each level. Where nothing of a kind was set on the lowest, the config's default."""
+        rules = self._select_of(self._levels[0], scope, subject)
         counted = {rule.counts for rule in rules if rule.budget is None}
+        has_budget = any(rule.budget is not None for rule in rules)
+        own = self._levels[0].tenant_id
         rules += [
-            _rule(limit, subject)
+            self._limit(limit, subject, own)
             for limit in self._default_limits
             if limit.scope == scope and limit.counts not in counted
         ]
-        if all(rule.budget is None for rule in rules):
-            rules += [_budget_rule(b, subject) for b in self._default_budgets if b.scope == scope]
+        if not has_budget:
+            rules += [
+                self._budget(b, subject, own) for b in self._default_budgets if b.scope == scope
+            ]
+        for level in self._levels[1:]:
+            rules += self._select_of(level, scope, subject)
         return rules
+
+    def _select_of(self, level: Level, scope: str, subject: str | None) -> list[Rule]:
+        """The first of each kind and period wins: own subject, then each."""
+        chosen: dict[object, Rule] = {}
+        for is_own in (True, False):
+            for limit in level.limits:
+                if limit.scope == scope and _matches(limit.subject, subject, is_own):
+                    kind: object = (limit.counts, limit.per_s)
+                    chosen.setdefault(kind, self._limit(limit, subject, level.tenant_id))
+            for budget in level.budgets:
+                if budget.scope == scope and _matches(budget.subject, subject, is_own):
+                    kind = (budget.window, budget.hours)
+                    chosen.setdefault(kind, self._budget(budget, subject, level.tenant_id))
+        return list(chosen.values())
+
+    def _limit(self, limit: Limit, subject: str | None, owner: str) -> Rule:
+        return Rule(
+            f"l:{self._key(limit.scope, subject, owner)}:{limit.counts}:{limit.per_s or 0}",
+            _KINDS[limit.counts],
+            limit.counts,
+            limit.units,
+            (limit.per_s or 0) * 1_000_000,
+            limit.scope,
+            limit.strict,
+            None,
+            subject or "",
+            owner,
+            owner != self._levels[0].tenant_id,
+        )
+
+    def _budget(self, budget: Budget, subject: str | None, owner: str) -> Rule:
+        """The key holds what makes the sum: who, and which windows in which zone."""
+        zone = "" if budget.window in ("rolling", "lifetime") else budget.zone
+        window = f"{budget.window}{budget.hours or ''}"
+        return Rule(
+            f"b:{self._key(budget.scope, subject, owner)}:{window}:{zone}",
+            Kind.BUDGET,
+            "spend",
+            budget.units,
+            (budget.hours or 0) * 3_600_000_000,
+            budget.scope,
+            budget.strict,
+            budget,
+            subject or "",
+            owner,
+            owner != self._levels[0].tenant_id,
+        )
+
+    def _key(self, scope: str, subject: str | None, owner: str) -> str:
+        """Whose, among all that are below one root."""
+        return f"{scope}:{'' if owner == self.root else owner + ':'}{_name(subject)}"
 
 
 def _matches(of: str | None, subject: str | None, is_own: bool) -> bool:
     return of == subject if is_own and of is not None else of is None and not is_own
-
-
-def _rule(limit: Limit, subject: str | None) -> Rule:
-    period_us = (limit.per_s or 0) * 1_000_000
-    return Rule(
-        f"l:{limit.scope}:{_name(subject)}:{limit.counts}:{limit.per_s or 0}",
-        _KINDS[limit.counts],
-        limit.counts,
-        limit.units,
-        period_us,
-        limit.scope,
-        limit.strict,
-        None,
-        subject or "",
-    )
-
-
-def _budget_rule(budget: Budget, subject: str | None) -> Rule:
-    """The key holds what makes the sum: who, and which windows in which zone."""
-    period_us = (budget.hours or 0) * 3_600_000_000
-    zone = "" if budget.window in ("rolling", "lifetime") else budget.zone
-    return Rule(
-        f"b:{budget.scope}:{_name(subject)}:{budget.window}{budget.hours or ''}:{zone}",
-        Kind.BUDGET,
-        "spend",
-        budget.units,
-        period_us,
-        budget.scope,
-        budget.strict,
-        budget,
-        subject or "",
-    )
 
 
 @lru_cache(maxsize=MEMORY)
@@ -283,10 +311,10 @@ class Windows:
 
     def __init__(self, of: Callable[[Budget, int], Window] = window_of) -> None:
         self._of = of
-        self._known: dict[tuple[str, int | None, str], Window] = {}
+        self._known: dict[tuple[str, str], Window] = {}
 
     def now(self, budget: Budget, now_us: int) -> Window:
-        key = (budget.window, budget.hours, budget.zone)
+        key = (budget.window, budget.zone)
         window = self._known.get(key)
         if window is None or not window.start_us <= now_us < (window.end_us or MOST):
             if len(self._known) >= MEMORY:
@@ -295,4 +323,13 @@ class Windows:
         return window
 
 
-__all__ = ["Rule", "Rules", "Taken", "Wanted", "Windows", "actual"]
+__all__ = [
+    "Applied",
+    "Level",
+    "Rule",
+    "Rules",
+    "Wanted",
+    "Windows",
+    "applied",
+    "levels_of",
+]

@@ -22,16 +22,27 @@ class StoreGone(Exception):
 
 
 class Store(Protocol):
-    """One atomic step for each call. `settle` neither waits nor raises: what the store cannot take
+    """One atomic step for each call. `within_s`: less time than the store's own budget, for a
+    request that has used some of it. `settle` neither waits nor raises: what the store cannot take
     now it is told when it is back."""
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict: ...
 
     def settle(self, tenant: str, hold_id: str, actual: Sequence[int], ended_us: int) -> None: ...
 
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None: ...
+
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        """None: the store no longer knows the hold."""
+        ...
 
     async def rebase(self, tenant: str, spent: Spent) -> None: ...
 
@@ -67,7 +78,13 @@ class MemoryStore:
         return arithmetic.admit(self._state(tenant), now_us, hold_id, lease_us, demands)
 
     async def admit(
-        self, tenant: str, hold_id: str, lease_us: int, demands: Sequence[Demand]
+        self,
+        tenant: str,
+        hold_id: str,
+        lease_us: int,
+        demands: Sequence[Demand],
+        *,
+        within_s: float | None = None,
     ) -> Verdict:
         return self.try_admit(tenant, hold_id, lease_us, demands)
 
@@ -79,6 +96,12 @@ class MemoryStore:
 
     async def renew(self, tenant: str, hold_ids: Sequence[str], lease_us: int) -> None:
         arithmetic.renew(self._state(tenant), self.now_us(), hold_ids, lease_us)
+
+    def try_extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        return arithmetic.extend(self._state(tenant), self.now_us(), hold_id, more)
+
+    async def extend(self, tenant: str, hold_id: str, more: Sequence[int]) -> bool | None:
+        return self.try_extend(tenant, hold_id, more)
 
     def try_rebase(self, tenant: str, spent: Spent) -> None:
         arithmetic.rebase(self._state(tenant), spent)

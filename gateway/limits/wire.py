@@ -11,7 +11,7 @@ import functools
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 from redis.asyncio.connection import parse_url
@@ -63,9 +63,17 @@ class Connection(asyncio.Protocol):
             raise reply
         return reply
 
-    def ask(self, command: Sequence[Argument]) -> "asyncio.Future[Reply]":
+    def ask(
+        self, command: Sequence[Argument], *, within_s: float | None = None
+    ) -> "asyncio.Future[Reply]":
+        """`within_s`: give up on this one sooner than the budget; the connection stays."""
         future: asyncio.Future[Reply] = self._loop.create_future()
         self.send(command, functools.partial(_resolve, future))
+        if within_s is not None and within_s < self._budget_s:
+            # Twice: if it was this process that slept, the reply is there to be read.
+            late = functools.partial(self._loop.call_later, GRACE_S, _give_up, future)
+            timer = self._loop.call_later(max(0.0, within_s - GRACE_S), late)
+            future.add_done_callback(lambda _: timer.cancel())
         return future
 
     def has_budget(self, budget_s: float) -> None:
@@ -85,8 +93,7 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no instance of it
         self.is_open = True
 
     @override
@@ -145,6 +152,10 @@ class Connection(asyncio.Protocol):
 def _resolve(future: "asyncio.Future[Reply]", reply: Reply) -> None:
     if not future.done():
         future.set_result(reply)
+
+
+def _give_up(future: "asyncio.Future[Reply]") -> None:
+    _resolve(future, StoreGone(was_sent=True))
 
 
 async def connect(

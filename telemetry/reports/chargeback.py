@@ -22,6 +22,11 @@ from telemetry.reports.period import Period
 
 Dimension = Literal[
     "tenant",
+    "level-1",
+    "level-2",
+    "level-3",
+    "level-4",
+    "cost-centre",
     "key",
     "model",
     "asked-model",
@@ -36,6 +41,8 @@ Dimension = Literal[
     "month",
 ]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+LEVELS: dict[str, int] = {"level-1": 1, "level-2": 2, "level-3": 3, "level-4": 4}
+NAMED = ("tenant", *LEVELS)  # whose values are tenants' ids
 TIMES = ("hour", "day", "month")
 METER_DIMENSIONS = ("meter", "service-tier", "waste")  # of the sums by meter only
 _PER_MILLION_SCALE = Decimal("1e-6")
@@ -43,6 +50,13 @@ _PER_MILLION_SCALE = Decimal("1e-6")
 
 class GroupingInvalid(ValueError):
     """The message names the dimensions there are."""
+
+
+class TenantPlace(Struct, frozen=True, kw_only=True):
+    """Where a tenant stands: the ids from the top down to itself, and where it is booked."""
+
+    ids: tuple[str, ...]
+    cost_centre: str | None = None
 
 
 class HourlySum(Struct, frozen=True, kw_only=True):
@@ -132,16 +146,20 @@ def chargeback(
     by: Sequence[Dimension],
     period: Period,
     tenant_names: Mapping[str, str] | None = None,
+    places: Mapping[str, TenantPlace] | None = None,
     pending_hours: int = 0,
 ) -> Chargeback:
     """Group the sums of a period. Hours outside of it are left out. Ordered by time where time is
-    a dimension, else the dearest first."""
+    a dimension, else the dearest first.
+
+    `places`: for levels of the tree and cost centres; a tenant above a level stands for itself."""
     groups: dict[tuple[tuple[str, ...], str], _Sum] = {}
     totals: dict[str, _Sum] = {}
     for row in sums:
         if not period.start <= row.hour < period.end:
             continue
-        group = tuple(_value(row, dimension, period) for dimension in by)
+        place = (places or {}).get(row.tenant_id, _NOWHERE)
+        group = tuple(_value(row, dimension, period, place) for dimension in by)
         groups.setdefault((group, row.currency), _Sum()).add(row)
         totals.setdefault(row.currency, _Sum()).add(row)
     lines = [found.line(group, currency) for (group, currency), found in groups.items()]
@@ -168,8 +186,16 @@ def chargeback(
     )
 
 
-def _value(row: HourlySum, dimension: Dimension, period: Period) -> str:
+_NOWHERE = TenantPlace(ids=())
+
+
+def _value(row: HourlySum, dimension: Dimension, period: Period, place: TenantPlace) -> str:
     match dimension:
+        case "level-1" | "level-2" | "level-3" | "level-4":
+            level = min(LEVELS[dimension], len(place.ids))
+            return place.ids[level - 1] if level else row.tenant_id
+        case "cost-centre":
+            return place.cost_centre or ""
         case "tenant":
             return row.tenant_id
         case "key":

@@ -3,7 +3,7 @@
 Reads the sums, calls the pure report, returns it unrendered. Writes nothing.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Literal, get_args
@@ -17,6 +17,7 @@ from telemetry.reports.chargeback import (
     Chargeback,
     Dimension,
     GroupingInvalid,
+    TenantPlace,
     chargeback,
 )
 from telemetry.reports.counterfactual import has_price, savings, what_if
@@ -40,13 +41,18 @@ class PriceUnknown(LookupError):
 
 
 class Desk:
-    """`names`: tenant id → name, asked for each report that shows tenants."""
+    """`names`: tenant id → name, asked for each report that shows tenants; `places`: likewise where
+    each stands."""
 
     def __init__(
-        self, engine: AsyncEngine, names: Callable[[], Awaitable[Mapping[str, str]]]
+        self,
+        engine: AsyncEngine,
+        names: Callable[[], Awaitable[Mapping[str, str]]],
+        places: Callable[[], Awaitable[Mapping[str, TenantPlace]]],
     ) -> None:
         self._engine = engine
         self._names = names
+        self._places = places
 
     async def chargeback(
         self,
@@ -56,8 +62,9 @@ class Desk:
         basis: Basis = "usage",
         policy: IdlePolicy = "keep",
         entitlements: Mapping[str, int] | None = None,
+        only: Collection[str] | None = None,
     ) -> Chargeback:
-        """Raises GroupingInvalid where the basis has no such dimension."""
+        """`only`: of these tenants. Raises GroupingInvalid if the basis has no such dimension."""
         is_by_meter = any(name in METER_DIMENSIONS for name in by)
         if is_by_meter and basis == "full":
             raise GroupingInvalid("idle time has no meter: use the usage basis for this grouping")
@@ -70,11 +77,16 @@ class Desk:
                 self._engine, period, policy=policy, entitlements=entitlements
             )
             sums = full_basis(sums, split)
+        names = await self._names()
+        if only is not None:
+            sums = [row for row in sums if row.tenant_id in only]
+            names = {tenant_id: name for tenant_id, name in names.items() if tenant_id in only}
         return chargeback(
             sums,
             by=by,
             period=period,
-            tenant_names=await self._names(),
+            tenant_names=names,
+            places=await self._places(),
             pending_hours=await pending_hours(self._engine, period),
         )
 

@@ -230,6 +230,9 @@ def _decisions(record: RequestRecord) -> Iterator[str]:
     if not record.attempts and record.outcome is not None:
         code = f" ({record.error_code})" if record.error_code else ""
         yield f"no backend was asked{code}"
+    if record.degraded is not None:
+        rung, _, reason = record.degraded.partition(";")
+        yield f"it got less than it asked for: {rung} ({reason})"
     for attempt in record.attempts:
         model = f" as {attempt.model}" if attempt.model != record.asked_model else ""
         asked = f"attempt {attempt.attempt_no}, {attempt.reason}: {attempt.backend}{model}"

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from telemetry.money import plain
 from telemetry.record import Charge
-from telemetry.reports.chargeback import TIMES, Chargeback, Dimension, Line
+from telemetry.reports.chargeback import NAMED, TIMES, Chargeback, Dimension, Line
 from telemetry.reports.explain import AttemptStory, Phase, Story
 
 MIN_WIDTH, MAX_WIDTH = 80, 120
@@ -270,8 +270,8 @@ def _labels(report: Chargeback, line: Line) -> list[str]:
 
 def _label(report: Chargeback, dimension: Dimension, value: str) -> str:
     if not value:
-        return "(nobody)" if dimension in ("tenant", "key") else "(none)"
-    if dimension == "tenant":
+        return "(nobody)" if dimension in (*NAMED, "key") else "(none)"
+    if dimension in NAMED:
         value = report.tenant_names.get(value, value)
     return clean(value)
 
@@ -304,9 +304,10 @@ def _notes(report: Chargeback, hidden: Sequence[str]) -> Iterable[str]:
 def _group_fields(report: Chargeback) -> list[str]:
     names: list[str] = []
     for dimension in report.by:
-        names.append(dimension.replace("-", "_"))
-        if dimension == "tenant":
-            names.append("tenant_name")
+        field = dimension.replace("-", "_")
+        names.append(field)
+        if dimension in NAMED:
+            names.append(f"{field}_name")
     return names
 
 
@@ -314,9 +315,10 @@ def _flat(report: Chargeback, line: Line) -> dict[str, Any]:
     """A line as fields. Money and quotients of it are strings."""
     groups: dict[str, Any] = {}
     for dimension, value in zip(report.by, line.group, strict=True):
-        groups[dimension.replace("-", "_")] = value
-        if dimension == "tenant":
-            groups["tenant_name"] = report.tenant_names.get(value)
+        field = dimension.replace("-", "_")
+        groups[field] = value
+        if dimension in NAMED:
+            groups[f"{field}_name"] = report.tenant_names.get(value)
     per_million, per_output = line.cost_per_million_tokens, line.cost_per_million_output_tokens
     return {
         **groups,

@@ -55,6 +55,7 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=grace_s,
             )
         )

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import msgspec
+
 from gateway.errors import StoreUnavailable
 from gateway.tenants import Identity
 
@@ -38,6 +40,17 @@ class FakeIdentityStore:
         if self.too_many:
             return None
         return [key for key, number in self._changed.items() if number > version]
+
+    async def tenant_identity(self, ref: str) -> Identity | None:
+        await self._answer()
+        known = (x for x in self._identities.values() if ref in (x.tenant_id, x.tenant_name))
+        return next(known, None)
+
+    async def rehash(self, public_id: str, old: bytes, new: bytes) -> None:
+        await self._answer()
+        known = self._identities[public_id]
+        assert known.secret_hmac == old
+        self.put(msgspec.structs.replace(known, secret_hmac=new))
 
     async def _answer(self) -> None:
         if self.gone:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,13 +15,18 @@ import pytest
 from click.testing import CliRunner, Result
 from litestar import Litestar, Request, Response, get
 
+from gateway.admins import Admins
 from gateway.api.admin import create_admin_router
+from gateway.api.openapi import add_roles
 from gateway.auth import Admin, Auth, read_credential
 from gateway.commands import Session, Store
+from gateway.commands.admin import admin as admin_commands
+from gateway.commands.audit import audit as audit_commands
 from gateway.commands.key import key as key_commands
 from gateway.commands.tenant import tenant as tenant_commands
-from gateway.errors import GatewayError
+from gateway.errors import Forbidden, GatewayError
 from gateway.keys import KeyRing, mint_admin_key
+from gateway.roles import ROLES, Principal
 from gateway.tenants import TenantBase, Tenants
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
@@ -47,8 +53,9 @@ def app(tenants: Tenants) -> Litestar:
         async with Auth(tenants, RING, SystemClock()) as auth:
             return (await auth.identify(read_credential(request.scope["headers"]))).tenant
 
+    admin = Admin(ADMIN_KEY, admins=Admins(tenants, RING), clock=SystemClock())
     return Litestar(
-        [create_admin_router(tenants, Admin(ADMIN_KEY)), whoami],
+        [create_admin_router(tenants, admin, RING), whoami],
         exception_handlers={GatewayError: render},
     )
 
@@ -175,7 +182,7 @@ async def test_every_admin_route_takes_the_admin_key_only(client: Client) -> Non
         {**AS_ADMIN, "x-api-key": key},
     ]
     routes = admin_routes()
-    assert len(routes) == 18
+    assert len(routes) == 23
     for method, path in routes:
         for headers in wrong:
             url = path.replace("{tenant:str}", "acme").replace("{key:str}", key)
@@ -206,6 +213,10 @@ def test_every_admin_route_declares_its_caller() -> None:
         ("POST", "tenants", {"name": ""}, 400, "name"),
         ("POST", "tenants", {"name": "acme"}, 409, "name"),
         ("POST", "tenants", {"name": "b", "labels": {"k": "\n"}}, 400, "labels.k"),
+        ("POST", "tenants", {"name": "b", "parent": "nobody"}, 404, "parent"),
+        ("POST", "tenants", {"name": "b", "currency": "€"}, 400, "currency"),
+        ("PATCH", "tenants/acme", {"parent": "acme"}, 400, "parent"),
+        ("PATCH", "tenants/acme", {"kind": "a b"}, 400, "kind"),
         ("GET", "tenants?limit=0", None, 400, "limit"),
         ("GET", "tenants?after=x", None, 400, "after"),
         ("GET", f"tenants/{NOBODY}", None, 404, None),
@@ -319,7 +330,7 @@ def run(store: Store) -> Run:
 
 
 def runner_on(store: Store) -> Run:
-    root = click.Group(commands=[tenant_commands, key_commands])
+    root = click.Group(commands=[tenant_commands, key_commands, admin_commands, audit_commands])
 
     def invoke(*arguments: str) -> Result:
         return CliRunner().invoke(root, arguments, obj=lambda _config: store)
@@ -447,3 +458,241 @@ def test_every_command_helps_with_an_example() -> None:
             text = runner.invoke(group, [name, "--help"]).stdout
             assert "Example:" in text
             assert f"meterline {group.name} {name}" in text
+
+
+# ------------------------------------------------------------------------------- roles and audit
+
+EXPECTED: dict[str, tuple[set[str], set[str]]] = {  # area → who may read, who may write
+    "tenants": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin"}),
+    "keys": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin", "member"}),
+    "limits": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin"}),
+    "budgets": ({"owner", "admin", "billing", "member", "viewer"}, {"owner", "admin", "billing"}),
+    "admins": ({"owner", "admin"}, {"owner"}),
+    "audit": ({"owner", "admin", "billing"}, set()),
+}
+
+
+def area_of(path: str) -> str:
+    """By hand, not from the routes' own words."""
+    if "/keys" in path:
+        return "keys"
+    return path.split("/")[3]
+
+
+async def issue_admin(client: Client, role: str, tenant: str | None = None) -> dict[str, str]:
+    answer = await client.post(
+        "/admin/v1/admins", json={"name": f"a {role}", "role": role, "tenant": tenant}
+    )
+    assert answer.status_code == 201, answer.text
+    return {"authorization": f"Bearer {answer.json()['key']}"}
+
+
+async def test_every_admin_route_by_every_role(client: Client) -> None:
+    """Each role may call exactly what the table says; the others are a 403 that names who may."""
+    await client.post("/admin/v1/tenants", json={"name": "acme"})
+    roles = {role: await issue_admin(client, role) for role in ROLES}
+    seen = set()
+    for method, path in admin_routes():
+        seen.add(area_of(path))
+        readers, writers = EXPECTED[area_of(path)]
+        allowed = readers if method == "GET" else writers
+        url = re.sub(r"\{[^}]*\}", NOBODY, path)
+        for role, headers in roles.items():
+            answer = await client.request(method, url, headers=headers, json={})
+            is_refused = answer.status_code == 403
+            assert is_refused == (role not in allowed), (method, path, role, answer.text)
+            if is_refused:
+                assert answer.json()["error"]["code"] == "insufficient_role"
+    assert seen == EXPECTED.keys()
+
+
+def test_every_admin_route_says_for_whom_it_is() -> None:
+    """Each handler names its area, and the OpenAPI document the roles."""
+    for route in unopened_app().routes:
+        if route.path.startswith("/admin"):
+            for method, (handler, _) in route.route_handler_map.items():  # type: ignore[union-attr]  # HTTP
+                if method != "OPTIONS":
+                    assert handler.opt["area"] == area_of(route.path), route.path
+    probe = unopened_app()
+    add_roles(probe.openapi_schema, probe.routes)
+    for path, item in probe.openapi_schema.to_schema()["paths"].items():
+        if path.startswith("/admin"):
+            for operation in item.values():
+                assert "Roles: owner" in operation["description"], path
+
+
+async def test_a_route_without_an_area_is_nobodys() -> None:
+    """The guard fails closed."""
+    with pytest.raises(Forbidden, match="cannot be called"):
+        Principal(name="x", role="owner").require(None, "read")
+
+
+async def test_an_administrator_of_a_part_sees_and_changes_that_part_only(client: Client) -> None:
+    """What is elsewhere does not exist for them: not by id, by name, in lists, nor as a parent."""
+    for name, parent in (("acme", None), ("search", "acme"), ("globex", None)):
+        await client.post("/admin/v1/tenants", json={"name": name, "parent": parent})
+    elsewhere = (await client.post("/admin/v1/tenants/globex/keys", json={})).json()
+    limit = {"tenant": "globex", "counts": "requests", "amount": "5", "per_s": 60}
+    foreign = (await client.put("/admin/v1/limits", json=limit)).json()
+    mine = await issue_admin(client, "owner", "acme")
+    del client.headers["authorization"]
+    client.headers.update(mine)
+
+    listed = (await client.get("/admin/v1/tenants")).json()["data"]
+    assert [item["path"] for item in listed] == ["acme", "acme/search"]
+    assert (await client.get("/admin/v1/limits")).json()["data"] == []
+    for method, path, body in (
+        ("GET", "tenants/globex", None),
+        ("POST", "tenants/globex/suspend", None),
+        ("POST", "tenants/globex/keys", {}),
+        ("GET", "tenants/globex/keys", None),
+        ("GET", f"keys/{elsewhere['id']}", None),
+        ("DELETE", f"keys/{elsewhere['id']}", None),
+        ("GET", "limits?tenant=globex", None),
+        ("PUT", "limits", limit),
+        ("DELETE", f"limits/{foreign['id']}", None),
+        ("PATCH", "tenants/search", {"parent": "globex"}),
+        ("POST", "tenants", {"name": "x", "parent": "globex"}),
+        ("POST", "admins", {"name": "x", "role": "viewer", "tenant": "globex"}),
+    ):
+        answer = await client.request(method, f"/admin/v1/{path}", json=body)
+        assert answer.status_code == 404, (method, path, answer.text)
+    for method, path, body in (
+        ("POST", "tenants", {"name": "x"}),
+        ("PATCH", "tenants/search", {"parent": None}),
+        ("POST", "admins", {"name": "x", "role": "viewer"}),
+        ("GET", "audit", None),
+    ):
+        answer = await client.request(method, f"/admin/v1/{path}", json=body)
+        assert answer.status_code == 403, (method, path, answer.text)
+    made = await client.post("/admin/v1/tenants", json={"name": "x", "parent": "acme/search"})
+    assert made.json()["path"] == "acme/search/x"
+    assert (await client.post("/admin/v1/tenants/search/keys", json={})).status_code == 201
+    assert len((await client.get("/admin/v1/admins")).json()["data"]) == 1
+
+
+async def test_a_revoked_or_expired_admin_key_opens_nothing(client: Client) -> None:
+    """At once; and a tenant's key never was one."""
+    soon = (datetime.now(UTC) + timedelta(seconds=0.4)).isoformat()
+    short = await client.post(
+        "/admin/v1/admins", json={"name": "s", "role": "viewer", "expires_at": soon}
+    )
+    long = (await client.post("/admin/v1/admins", json={"name": "l", "role": "viewer"})).json()
+    url, headers = "/admin/v1/tenants", {"authorization": f"Bearer {long['key']}"}
+    assert (await client.get(url, headers=headers)).status_code == 200
+    assert (await client.delete(f"/admin/v1/admins/{long['id']}")).json()["revoked_at"]
+    assert (await client.get(url, headers=headers)).status_code == 401
+    await asyncio.sleep(0.5)
+    headers = {"authorization": f"Bearer {short.json()['key']}"}
+    assert (await client.get(url, headers=headers)).status_code == 401
+    listed = (await client.get("/admin/v1/admins")).text
+    assert long["key"].rsplit("-", 1)[1] not in listed
+
+
+async def test_the_audit_log_tells_who_did_what_to_what(client: Client) -> None:
+    """Before and after, the request that did it, filters and pages; and no secret."""
+    ann = await issue_admin(client, "admin")
+    made = await client.post("/admin/v1/tenants", json={"name": "acme"}, headers=ann)
+    key = (await client.post("/admin/v1/tenants/acme/keys", json={}, headers=ann)).json()
+    await client.delete(f"/admin/v1/keys/{key['id']}")
+    everything = (await client.get("/admin/v1/audit")).json()
+    assert [(line["actor"], line["action"]) for line in everything["data"]] == [
+        ("admin", "key.revoke"),
+        ("admin:a admin", "key.create"),
+        ("admin:a admin", "tenant.create"),
+        ("admin", "admin.create"),
+    ]
+    revoke, create = everything["data"][:2]
+    assert (revoke["before"]["state"], revoke["after"]["state"]) == ("active", "revoked")
+    assert create["before"] is None and create["object"] == f"key/{key['id']}"
+    tenant_line = everything["data"][2]
+    assert tenant_line["request_id"]
+    assert key["key"].rsplit("-", 1)[1] not in json.dumps(everything)
+    for query, count in (
+        ("action=key.*", 2),
+        ("action=key.revoke", 1),
+        ("actor=admin:*", 2),
+        ("actor=admin", 2),
+        (f"object=tenant/{made.json()['id']}", 1),
+        ("from=2001-01-01T00:00:00Z", 4),
+        ("to=2001-01-01T00:00:00Z", 0),
+        ("action=%25", 0),
+    ):
+        found = (await client.get(f"/admin/v1/audit?{query}")).json()
+        assert len(found["data"]) == count, query
+    page = (await client.get("/admin/v1/audit?limit=3")).json()
+    assert page["has_more"] is True
+    rest = (await client.get(f"/admin/v1/audit?before={page['last_id']}")).json()
+    assert [line["action"] for line in rest["data"]] == ["admin.create"]
+    for query, param in (
+        ("limit=0", "limit"),
+        ("from=2001-01-01T00:00:00", "from"),
+        ("from=2002-01-01T00:00:00Z&to=2001-01-01T00:00:00Z", "to"),
+    ):
+        wrong = await client.get(f"/admin/v1/audit?{query}")
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
+
+
+def test_administrators_and_the_audit_log_by_command(run: Run) -> None:
+    """Create, list, revoke; then what was done, by whom, filtered."""
+    run("tenant", "create", "acme")
+    made = facts(run("admin", "create", "ann", "--role", "member", "--tenant", "acme",
+                     "--format", "json"))  # fmt: skip
+    assert made["key"].startswith("sk-ml-admin-")
+    listed = run("admin", "list")
+    assert "member" in listed.stdout and made["key"] not in listed.stdout
+    assert run("admin", "revoke", made["id"]).exit_code == 0
+    assert run("admin", "revoke", "nobody").exit_code == 1
+    lines = facts(run("audit", "list", "--action", "admin.*", "--format", "json"))
+    assert [line["action"] for line in lines] == ["admin.revoke", "admin.create"]
+    assert lines[0]["actor"].startswith("cli:")
+    more = run("audit", "list", "--limit", "1")
+    assert "--before" in more.stderr
+    assert run("audit", "list", "--from", "soon").exit_code == 2
+
+
+def test_a_tree_is_made_and_moved_by_command(run: Run) -> None:
+    """Create under, move, change, list below; a circle is bad input."""
+    run("tenant", "create", "acme", "--kind", "organisation", "--currency", "EUR")
+    run("tenant", "create", "search", "--under", "acme", "--cost-centre", "4711")
+    run("tenant", "create", "lab")
+    assert run("tenant", "move", "acme", "--under", "acme/search").exit_code == 2
+    assert run("tenant", "move", "acme").exit_code == 2
+    moved = facts(run("tenant", "move", "acme/search", "--under", "lab", "--format", "json"))
+    assert moved["path"] == "lab/search"
+    changed = run("tenant", "change", "search", "--cost-centre", "", "--name", "find",
+                  "--format", "json")  # fmt: skip
+    assert (facts(changed)["cost_centre"], facts(changed)["path"]) == (None, "lab/find")
+    assert "lab/find" in run("tenant", "list", "--below", "lab").stdout
+    assert "acme" not in run("tenant", "list", "--below", "lab").stdout
+    key = facts(run("key", "create", "find", "--scopes", "chat", "--from", "192.0.2.0/24",
+                    "--format", "json"))  # fmt: skip
+    assert (key["scopes"], key["ip_allow"]) == (["chat"], ["192.0.2.0/24"])
+    lifted = facts(run("key", "change", key["id"], "--from", "all", "--format", "json"))
+    assert (lifted["scopes"], lifted["ip_allow"]) == (["chat"], None)
+    assert "lab/find" in run("key", "list").stdout
+
+
+def test_a_command_may_be_held_to_a_role(run: Run, tmp_path: Path) -> None:
+    """`--as`: the key's role and tenant hold, and the audit log has its name; a key in plain text
+    is refused."""
+    run("tenant", "create", "acme")
+    run("tenant", "create", "search", "--under", "acme")
+    run("tenant", "create", "globex")
+    made = facts(run("admin", "create", "bob", "--role", "member", "--tenant", "acme",
+                     "--format", "json"))  # fmt: skip
+    file = tmp_path / "bob"
+    file.write_text(made["key"])
+    bob = ("--as", f"file:{file}")
+    listed = run("tenant", "list", *bob).stdout
+    assert "acme/search" in listed and "globex" not in listed
+    assert run("key", "create", "search", *bob).exit_code == 0
+    assert run("key", "create", "globex", *bob).exit_code == 1
+    refused = run("tenant", "create", "x", "--under", "acme", *bob)
+    assert (refused.exit_code, "is for owner, admin" in refused.stderr) == (1, True)
+    assert run("audit", "list", *bob).exit_code == 1
+    assert run("tenant", "list", "--as", made["key"]).exit_code == 2
+    lines = facts(run("audit", "list", "--action", "key.create", "--format", "json"))
+    assert [line["actor"] for line in lines] == ["admin:bob"]
+    run("admin", "revoke", made["id"])
+    assert run("tenant", "list", *bob).exit_code == 1

@@ -16,9 +16,11 @@ from backends.settings import Script
 from gateway.allowances import Scope
 from gateway.budgets import Allowances
 from gateway.limits.arithmetic import BudgetState
+from gateway.tenants import KeyChange
 from telemetry.record import Outcome
+from telemetry.tracing import spans_of
 from tests import services
-from tests.fakes.gateway import Harness, backend, error_of, route, running
+from tests.fakes.gateway import Harness, backend, error_of, events_of, route, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -164,6 +166,138 @@ async def test_a_budget_in_parallel_is_spent_once(gateway: Harness, tenant: str)
     assert (state.held, state.spent) == (0, int(spent * 10**9))
     await gateway.service.gateway.limits.rebase()
     assert await budget_of(gateway, key) == state
+
+
+@pytest.mark.parametrize("path", PATHS[::2])
+async def test_a_long_stream_ends_well_when_no_budget_holds_more(
+    gateway: Harness, tenant: str, path: str
+) -> None:
+    """A stream without max_tokens grows its reservation; when the budget refuses, it ends with
+    finish_reason length, its usage and [DONE], and what was generated is settled."""
+    # 1024 tokens are held at $2 per million; room for 400 more, and the answer has 3000.
+    await allowances(gateway).set_budget(tenant, Decimal("0.0029"), actor="t")
+    await obeyed(gateway)
+    configure(
+        gateway, route(f"long{len(path)}", "b")
+    )  # of its own, so that nothing was learned of it
+    ended = gateway.service.gateway.limits.counts.streams_ended
+    gateway.play(Script(output_tokens=3000, text="word"))
+    more = {"model": f"long{len(path)}", "stream": True}
+    answer = await ask(gateway, path, **more, stream_options={"include_usage": True})
+    assert answer.status_code == 200, answer.text
+    *_, last, usage, done = events_of(answer.text)
+    assert done == "[DONE]"
+    chunk = json.loads(last)
+    assert chunk["choices"][0]["finish_reason"] == "length"
+    assert chunk["meterline"]["ended_by"] == "insufficient_quota"
+    record = gateway.settled[-1]
+    assert (record.outcome, record.status) == (Outcome.BUDGET_REFUSED, 200)
+    assert record.attempts[0].finish_reasons == ("length",)
+    served = record.attempts[0].usage
+    assert served is not None
+    assert json.loads(usage)["usage"]["completion_tokens"] == served.output_tokens
+    assert 1280 <= served.output_tokens <= 1450
+    assert gateway.service.gateway.limits.counts.streams_ended == ended + 1
+    state = await budget_of(gateway, "b:tenant::month:UTC")
+    assert record.cost is not None
+    assert (state.held, state.spent) == (0, int(record.cost * 10**9))
+    assert state.spent <= 2_900_000
+    gateway.play(Script(output_tokens=3))
+    assert (await ask(gateway, path, **more)).status_code == 429
+    assert await gateway.broken_laws() == []
+
+
+async def test_a_stream_that_fits_is_left_alone(gateway: Harness, tenant: str) -> None:
+    """Growing holds more than was spent for a while, and gives it back."""
+    await allowances(gateway).set_budget(tenant, Decimal("0.01"), actor="t")
+    await obeyed(gateway)
+    gateway.play(Script(output_tokens=3000, text="word"))
+    answer = await ask(gateway, stream=True)
+    assert json.loads(events_of(answer.text)[-2])["choices"][0]["finish_reason"] == "stop"
+    assert gateway.settled[-1].outcome is Outcome.OK
+    state = await budget_of(gateway, "b:tenant::month:UTC")
+    assert state.held == 0
+    assert state.spent >= 6_000_000
+
+
+async def test_a_spent_budget_goes_on_with_a_cheaper_model(gateway: Harness, tenant: str) -> None:
+    """Mode downgrade: the cheaper route answers and says so in header, record and span; who wants
+    no other model, or may not use that one, is refused; its own limits hold too."""
+    routes = 'cheaper = "small"\n' + route("small", "b=little")
+    configure(gateway, routes)
+    made = allowances(gateway)
+    await made.set_budget(tenant, Decimal("0.000001"), mode="downgrade", actor="t")
+    await made.set_limit(
+        tenant, "requests", Decimal(2), per_s=3600, scope="model", subject="little", actor="t"
+    )
+    await obeyed(gateway)
+    before = gateway.service.gateway.limits.counts.downgraded
+    answer = await ask(gateway, max_tokens=4)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-meterline-degraded"] == "cheaper-model;budget"
+    assert answer.headers["x-meterline-model"] == "little"
+    record = gateway.settled[-1]
+    assert (record.asked_model, record.degraded) == ("m", "cheaper-model;budget")
+    assert record.attempts[0].model == "little"
+    assert spans_of(record)[0].attributes["meterline.degraded"] == "cheaper-model;budget"
+    (row,) = (await gateway.rows(record.request_id)).requests
+    assert json.loads(row.record)["degraded"] == "cheaper-model;budget"
+    key = f"Bearer {gateway.key}"
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    headers = {"authorization": key, "x-meterline-allow-degrade": "false"}
+    strict = await gateway.client.post(PATHS[0], headers=headers, json=body)
+    assert (strict.status_code, error_of(strict.text)["code"]) == (429, "insufficient_quota")
+    assert (await ask(gateway, max_tokens=4)).status_code == 200
+    refused = await ask(gateway, max_tokens=4)  # the limit of the model that would answer
+    assert (refused.status_code, error_of(refused.text)["code"]) == (429, "rate_limit_exceeded")
+    await gateway.service.tenants.change_key(
+        gateway.key_id, KeyChange(model_allow=["m"]), actor="t"
+    )
+    await obeyed(gateway)
+    barred = await ask(gateway, max_tokens=4)
+    assert (barred.status_code, error_of(barred.text)["code"]) == (429, "insufficient_quota")
+    state = await budget_of(gateway, "b:tenant::month:UTC")
+    cost = sum((r.cost for r in gateway.settled if r.tenant_id == tenant and r.cost), Decimal(0))
+    assert (state.held, state.spent) == (0, int(cost * 10**9))
+    assert gateway.service.gateway.limits.counts.downgraded == before + 3
+
+
+async def test_a_tree_counts_at_every_level_in_one_step(gateway: Harness, tenant: str) -> None:
+    """Two teams below one organisation: what the organisation may, both together may; a team's own
+    limit holds besides; a request that one level refuses takes from none; what is above is named
+    without its amount; and the ledger's word on the organisation is what all below it spent."""
+    tenants, made = gateway.service.tenants, allowances(gateway)
+    keys = []
+    for name in ("a", "b"):
+        team = await tenants.create_tenant(name, {}, parent=tenant, actor="t")
+        issued = await tenants.create_key(team.id, name="k", actor="t")
+        keys.append(issued.secret.reveal())
+    await made.set_limit(tenant, "requests", Decimal(5), per_s=3600, actor="t")
+    await made.set_limit(team.id, "requests", Decimal(2), per_s=3600, actor="t")
+    await made.set_budget(tenant, Decimal(1), actor="t")
+    await obeyed(gateway)
+    codes = []
+    for key in (keys[1],) * 4 + (keys[0],) * 4:
+        gateway.key = key
+        answer = await ask(gateway, max_tokens=4)
+        codes.append(answer.status_code)
+    assert codes == [200, 200, 429, 429, 200, 200, 200, 429]
+    message = error_of(answer.text)["message"]
+    assert "5 requests per hour are allowed for an account above yours" in message
+    await gateway.service.worker.flush()
+    key = "b:tenant::month:UTC"
+    cost = sum((r.cost for r in gateway.settled[-8:] if r.cost), Decimal(0))
+    for _ in range(2):
+        state = await budget_of(gateway, key)
+        assert (state.held, state.spent) == (0, int(cost * 10**9))
+        await gateway.service.gateway.limits.rebase()
+    await made.set_budget(tenant, Decimal("0.00002"), actor="t")
+    await made.set_limit(tenant, "requests", Decimal(50), per_s=3600, actor="t")
+    await obeyed(gateway)
+    refused = error_of((await ask(gateway, max_tokens=400)).text)
+    assert refused["code"] == "insufficient_quota"
+    assert "monthly budget of an account above yours" in refused["message"]
+    assert "0.00002" not in refused["message"]
 
 
 async def test_hidden_spend_comes_from_the_ledger(gateway: Harness, tenant: str) -> None:

@@ -72,7 +72,7 @@ async def test_the_script_is_the_arithmetic(redis: services.Redis, seed: int) ->
 
     for number in range(250):
         now += dice.choice([0, 1, 1000, 777_777, 20_000_000, 90_000_000])
-        match dice.choice(["admit"] * 5 + ["settle"] * 3 + ["renew", "rebase"]):
+        match dice.choice(["admit"] * 5 + ["settle"] * 3 + ["extend", "renew", "rebase"]):
             case "admit":
                 demands = _some_demands(dice, now)
                 flat = [
@@ -91,6 +91,12 @@ async def test_the_script_is_the_arithmetic(redis: services.Redis, seed: int) ->
                 ended = now - dice.choice([0, MINUTE_US])
                 settled = arithmetic.settle(state, now, hold_id, amounts, ended)
                 assert await run([], "settle", hold_id, ended, *amounts) == int(settled)
+            case "extend" if alive:
+                hold_id, demands = dice.choice(alive)
+                more = [dice.choice([0, d.amount, d.amount * 8]) for d in demands]
+                found = arithmetic.extend(state, now, hold_id, more)
+                expected_ = -1 if found is None else int(found)
+                assert await run([], "extend", hold_id, *more) == expected_
             case "renew" if alive:
                 ids = [hold_id for hold_id, _ in dice.sample(alive, min(3, len(alive)))]
                 arithmetic.renew(state, now, ids, LEASE_US)
@@ -233,3 +239,20 @@ async def _until(condition: object) -> None:
     while not condition():  # type: ignore[operator]  # a function without arguments
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_process_that_slept_is_no_outage(redis: services.Redis) -> None:
+    """Replies that came while this process did not run are read, however late it is: nobody is
+    refused, and no hold is left behind for one that the server admitted."""
+    async with RedisStore(redis.url, node="sleeper", budget_s=0.05) as store:
+        asked = [
+            asyncio.ensure_future(
+                store.admit("z", f"h{n}", LEASE_US, (window(7),), within_s=within)
+            )
+            for n, within in enumerate([None, 0.02] * 5)
+        ]
+        await asyncio.sleep(0)  # they are sent
+        time.sleep(0.3)  # the process sleeps, not only the test
+        verdicts = await asyncio.gather(*asked)
+        assert sum(verdict.admitted for verdict in verdicts) == 7
+        assert store.outages == 0

@@ -310,7 +310,7 @@ async def test_the_store_forgets_by_age_and_by_size(database_url: str) -> None:
     await keep(TWO, "a", 200_000)
     with pytest.raises(NotFound):
         await store.read(ONE, "a")
-    assert (await store.recall(ONE, "b")).items[0]["content"] == "hi"
+    assert json.loads((await store.recall(ONE, "b")).items)[0]["content"] == "hi"
     assert await store.read(ONE, "c")
     assert await store.read(TWO, "a")
     await keep(ONE, "vast", 600_000)  # more than the whole room: not kept, and pushes nothing out
@@ -323,7 +323,7 @@ async def test_the_store_forgets_by_age_and_by_size(database_url: str) -> None:
     clock.advance(timedelta(days=1).total_seconds())
     with pytest.raises(NotFound):
         await store.read(TWO, "a")
-    earlier = Previous(None, [{"type": "message", "role": "user", "content": "first"}])
+    earlier = Previous(None, b'[{"type": "message", "role": "user", "content": "first"}]')
     await store.keep(
         ONE,
         body=b'{"input":[{"role":"user","content":"second"}]}',
@@ -333,7 +333,7 @@ async def test_the_store_forgets_by_age_and_by_size(database_url: str) -> None:
     )
     recalled = await store.recall(ONE, "d")
     assert recalled.backend == "b"
-    assert [item["content"] for item in recalled.items] == ["first", "second"]
+    assert [item["content"] for item in json.loads(recalled.items)] == ["first", "second"]
     await engine.dispose()
 
 
@@ -345,4 +345,7 @@ async def test_a_database_that_is_gone_costs_no_answer() -> None:
         ONE, body=b'{"input":"hi"}', previous=None, backend=None, response=b'{"id":"a","output":[]}'
     )
     assert store.failures == 1
+    for answer in (b"{}", b'{"id":"a","output":7}'):  # of a backend that is none
+        await store.keep(ONE, body=b'{"input":"hi"}', previous=None, backend=None, response=answer)
+    assert store.failures == 3
     await engine.dispose()

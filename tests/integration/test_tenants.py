@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.auth import Auth, AuthSettings, Credential
+from gateway.budgets import Allowances
 from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable, Unauthenticated
 from gateway.keys import KeyRing
 from gateway.responses import StoredResponseRow
@@ -29,6 +32,7 @@ from gateway.tenants import (
     KeyRow,
     Tenant,
     TenantBase,
+    TenantChange,
     Tenants,
 )
 from telemetry.clock import SystemClock
@@ -100,7 +104,10 @@ async def test_the_migration_makes_what_the_models_say(database_url: str) -> Non
     """The revisions up equal the models, triggers and first row included; down leaves nothing."""
     import importlib
 
-    names = ("0001_tenants", "0003_limits", "0005_responses")
+    names = (
+        *("0001_tenants", "0003_limits", "0005_responses"),
+        *("0008_tenant_tree", "0008b_key_bounds", "0008c_admins", "0009_budget_downgrade"),
+    )
     revisions = [importlib.import_module(f"migrations.versions.{name}") for name in names]
     engine = open_engine(database_url)
     assert StoredResponseRow.__tablename__ in TenantBase.metadata.tables
@@ -241,6 +248,147 @@ async def test_pages_hold_each_tenant_once(tenants: Tenants, clock: FakeClock) -
         with pytest.raises(BadRequest) as caught:
             await tenants.tenants(after=after, limit=limit)
         assert caught.value.param == param
+
+
+# ------------------------------------------------------------------------------------------ tree
+
+
+async def test_tenants_form_a_tree_and_are_found_by_path(tenants: Tenants) -> None:
+    """A name is unique at its place only; a path or an id names each, a lone name where it is
+    clear."""
+    acme = await tenants.create_tenant("acme", kind="organisation", currency="EUR", actor="t")
+    team = await tenants.create_tenant("search", parent="acme", cost_centre="4711", actor="t")
+    deep = await tenants.create_tenant("ranking", parent="acme/search", actor="t")
+    await tenants.create_tenant("globex", actor="t")
+    other = await tenants.create_tenant("search", parent="globex", actor="t")
+    assert (deep.path, deep.parent_id) == ("acme/search/ranking", team.id)
+    assert await tenants.tenant("ranking") == await tenants.tenant("acme/search/ranking") == deep
+    with pytest.raises(BadRequest, match="Several tenants are named search"):
+        await tenants.tenant("search")
+    assert (await tenants.tenant("globex/search")).id == other.id
+    with pytest.raises(Conflict) as caught:
+        await tenants.create_tenant("search", parent=acme.id, actor="t")
+    assert caught.value.param == "name"
+    assert set(await tenants.subtree("acme")) == {acme.id, team.id, deep.id}
+    page = await tenants.tenants(below="acme/search")
+    assert {item.path for item in page.items} == {"acme/search", "acme/search/ranking"}
+    place = (await tenants.places())[deep.id]
+    assert (place.path, place.cost_centre, place.currency) == (deep.path, "4711", "EUR")
+
+
+async def test_a_move_takes_all_below_along_and_never_makes_a_circle(
+    tenants: Tenants, engine: AsyncEngine
+) -> None:
+    """Under itself, or under what is below it: refused with the field and what to do."""
+    for name, parent in (("a", None), ("b", "a"), ("c", "a/b"), ("x", None)):
+        await tenants.create_tenant(name, parent=parent, actor="t")
+    for under in ("a", "a/b/c"):
+        with pytest.raises(BadRequest, match="would be a circle") as caught:
+            await tenants.change_tenant("a", TenantChange(parent=under), actor="t")
+        assert caught.value.param == "parent"
+    with pytest.raises(NotFound) as missing:
+        await tenants.change_tenant("a", TenantChange(parent="nowhere"), actor="t")
+    assert missing.value.param == "parent"
+    moved = await tenants.change_tenant("a/b", TenantChange(parent="x"), actor="t")
+    assert moved.path == "x/b"
+    assert (await tenants.tenant("c")).path == "x/b/c"
+    assert (await tenants.change_tenant("x/b", TenantChange(parent=None), actor="t")).path == "b"
+    assert [line[1] for line in await audit(engine)][4:] == ["tenant.move", "tenant.move"]
+    same = await tenants.change_tenant("b", TenantChange(name="b"), actor="t")
+    assert (same.path, await tenants.version()) == ("b", 6 + 1)
+
+
+async def test_two_moves_at_once_make_no_circle(tenants: Tenants) -> None:
+    """a under b and b under a, together: one of them is refused."""
+    await tenants.create_tenant("a", actor="t")
+    await tenants.create_tenant("b", actor="t")
+    answers = await asyncio.gather(
+        tenants.change_tenant("a", TenantChange(parent="b"), actor="t"),
+        tenants.change_tenant("b", TenantChange(parent="a"), actor="t"),
+        return_exceptions=True,
+    )
+    assert sorted(type(answer).__name__ for answer in answers) == ["BadRequest", "Tenant"]
+
+
+async def test_the_tree_is_bounded_in_depth(tenants: Tenants) -> None:
+    """Sixteen tenants in a chain and no more, by creation or by moving a subtree."""
+    above: str | None = None
+    for place in range(16):
+        above = (await tenants.create_tenant(f"t{place}", parent=above, actor="t")).id
+    with pytest.raises(BadRequest, match="16 tenants deep"):
+        await tenants.create_tenant("t16", parent=above, actor="t")
+    await tenants.create_tenant("top", actor="t")
+    with pytest.raises(BadRequest) as caught:
+        await tenants.change_tenant("t0", TenantChange(parent="top"), actor="t")
+    assert caught.value.param == "parent"
+    assert (await tenants.tenant("t0")).path == "t0"
+
+
+async def test_suspending_a_tenant_suspends_all_below_it(tenants: Tenants) -> None:
+    """A running replica refuses a key far below within a poll, and takes it again after; what was
+    suspended itself stays so, and who has living tenants below is not deleted."""
+    await tenants.create_tenant("acme", actor="t")
+    await tenants.create_tenant("search", parent="acme", actor="t")
+    await tenants.create_tenant("ranking", parent="acme/search", actor="t")
+    issued = await tenants.create_key("acme/search/ranking", actor="t")
+    async with Auth(tenants, RING, SystemClock(), AuthSettings(poll_s=0.9)) as auth:
+        caller = await auth.identify(credential(issued))
+        assert [above.tenant for above in caller.ancestors] == ["search", "acme"]
+        await tenants.suspend_tenant("acme", actor="t")
+        await auth.refresh()
+        assert await refused(auth, issued)
+        below = await tenants.tenant("ranking")
+        assert (below.state, below.effective_state) == ("active", "suspended")
+        await tenants.suspend_tenant("acme/search", actor="t")
+        await tenants.resume_tenant("acme", actor="t")
+        await auth.refresh()
+        assert await refused(auth, issued)
+        await tenants.resume_tenant("acme/search", actor="t")
+        await auth.refresh()
+        assert not await refused(auth, issued)
+    with pytest.raises(Conflict, match="below this one"):
+        await tenants.delete_tenant("acme/search", actor="t")
+    assert (await tenants.tenant("acme/search")).state == "active"
+
+
+async def test_a_callers_ancestors_carry_their_limits_and_budgets(tenants: Tenants) -> None:
+    """Nearest first; a change far above reaches the key within a poll."""
+    allowances = Allowances(tenants)
+    await tenants.create_tenant("acme", actor="t")
+    await tenants.create_tenant("search", parent="acme", actor="t")
+    issued = await tenants.create_key("acme/search", actor="t")
+    await allowances.set_budget("acme", Decimal(5), actor="t")
+    async with Auth(tenants, RING, SystemClock(), AuthSettings(poll_s=0.9)) as auth:
+        (above,) = (await auth.identify(credential(issued))).ancestors
+        assert [budget.amount_usd for budget in above.budgets] == [Decimal(5)]
+        await allowances.set_limit("acme", "requests", Decimal(7), per_s=60, actor="t")
+        await auth.refresh()
+        (above,) = (await auth.identify(credential(issued))).ancestors
+        assert [limit.amount for limit in above.limits] == [Decimal(7)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "param"),
+    [
+        ({"kind": "Team One"}, "kind"),
+        ({"cost_centre": ""}, "cost_centre"),
+        ({"cost_centre": "a\nb"}, "cost_centre"),
+        ({"currency": "euro"}, "currency"),
+        ({"currency": "EU"}, "currency"),
+    ],
+)
+async def test_what_is_no_fact_is_refused_with_its_path(
+    facts: dict[str, str], param: str, sqlite_url: str
+) -> None:
+    """Bad input is refused before the database is touched, at creation and at a change."""
+    tenants = Tenants.open(sqlite_url, RING, FakeClock())
+    with pytest.raises(BadRequest) as caught:
+        await tenants.create_tenant("acme", actor="t", **facts)  # type: ignore[arg-type]  # by name
+    assert caught.value.param == param
+    with pytest.raises(BadRequest) as again:
+        await tenants.change_tenant("acme", TenantChange(**facts), actor="t")  # type: ignore[arg-type]  # by name
+    await tenants.close()
+    assert again.value.param == param
 
 
 # ------------------------------------------------------------------------------------------ keys
@@ -525,3 +673,100 @@ def replace(key: Key, **facts: object) -> Key:
     import msgspec
 
     return msgspec.structs.replace(key, **facts)
+
+
+async def test_a_revoked_key_stops_in_every_process_within_a_second(
+    tenants: Tenants, database_url: str
+) -> None:
+    """Two processes that have the key in use refuse it within a second of the revocation, on the
+    clock that they share. A machine that is too busy to poll gets another two tries."""
+    await tenants.create_tenant("acme", actor="t")
+    for last_try in (False, False, True):
+        issued = await tenants.create_key("acme", actor="t")
+        replicas = [
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.fakes.auth_replica", database_url),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            for _ in range(2)
+        ]
+        for replica in replicas:
+            assert replica.stdin is not None and replica.stdout is not None
+            replica.stdin.write(issued.secret.reveal().encode() + b"\n")
+            await replica.stdin.drain()
+            assert (await replica.stdout.readline()).startswith(b"taken")
+        await tenants.revoke_key(issued.key.id, actor="t")
+        revoked = time.time()
+        late = []
+        for replica in replicas:
+            out, _ = await asyncio.wait_for(replica.communicate(), 60)
+            answer, at = out.decode().split()
+            assert answer == "refused"
+            late.append(float(at) - revoked)
+        if max(late) <= 1.0 or last_try:
+            break
+    assert max(late) <= 1.0
+
+
+async def test_a_rotated_pepper_leaves_every_key_working(
+    engine: AsyncEngine, clock: FakeClock
+) -> None:
+    """A key of the older pepper works beside a new one, and its row is hashed anew when used; a
+    ring without the older pepper is refused as long as the database may need it."""
+    old = Tenants(engine, RING, clock)
+    await old.create_tenant("acme", actor="t")
+    first = await old.create_key("acme", actor="t")
+    newer = KeyRing(bytes(reversed(range(32))), bytes(range(32)))
+    rotated = Tenants(engine, newer, clock)
+    await rotated.verify_pepper()
+    second = await rotated.create_key("acme", actor="t")
+    async with Auth(rotated, newer, SystemClock(), AuthSettings(poll_s=0.02)) as auth:
+        assert not await refused(auth, first)
+        assert not await refused(auth, second)
+        async with asyncio.timeout(20):
+            while ("gateway", "key.rehash", f"key/{first.key.id}") not in await audit(engine):
+                await asyncio.sleep(0.01)
+        assert not await refused(auth, first)
+    alone = Tenants(engine, KeyRing(bytes(reversed(range(32)))), clock)
+    await alone.verify_pepper()  # what was made last was made under it
+    with pytest.raises(Conflict, match="pepper"):
+        await Tenants(engine, KeyRing(bytes(32)), clock).verify_pepper()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "param"),
+    [
+        ({"scopes": ["chat", "dance"]}, "scopes[1]"),
+        ({"ip_allow": ["203.0.113.0/24", "203.0.113.1/24"]}, "ip_allow[1]"),
+        ({"ip_allow": ["office"]}, "ip_allow[0]"),
+        ({"target_allow": ["a b"]}, "target_allow[0]"),
+    ],
+)
+async def test_what_is_no_bound_is_refused_with_its_path(
+    bounds: dict[str, list[str]], param: str, sqlite_url: str
+) -> None:
+    """At creation and at a change, before the database is touched."""
+    tenants = Tenants.open(sqlite_url, RING, FakeClock())
+    with pytest.raises(BadRequest) as caught:
+        await tenants.create_key("acme", actor="t", **bounds)  # type: ignore[arg-type]  # by name
+    assert caught.value.param == param
+    with pytest.raises(BadRequest) as again:
+        await tenants.change_key("k", KeyChange(**bounds), actor="t")  # type: ignore[arg-type]  # by name
+    await tenants.close()
+    assert again.value.param == param
+
+
+async def test_a_rotated_key_keeps_its_bounds(tenants: Tenants) -> None:
+    """And both are listed, with their tenant's path and the time that the old one has left."""
+    await tenants.create_tenant("acme", actor="t")
+    await tenants.create_tenant("search", parent="acme", actor="t")
+    bounds = {"scopes": ["chat"], "ip_allow": ["192.0.2.0/24"], "target_allow": ["local/*"]}
+    first = await tenants.create_key("acme/search", actor="t", **bounds)  # type: ignore[arg-type]  # by name
+    second = await tenants.rotate_key(first.key.id, timedelta(hours=1), actor="t")
+    old, new = sorted((await tenants.keys("search")).items, key=lambda key: key.state != "rotated")
+    assert (old.state, new.state) == ("rotated", "active")
+    assert old.grace_until is not None and new.id == second.key.id
+    for key in (old, new):
+        assert key.tenant == "acme/search"
+        assert {name: getattr(key, name) for name in bounds} == bounds

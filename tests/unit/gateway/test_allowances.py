@@ -36,6 +36,8 @@ GOOD_BUDGET: dict[str, Any] = {
         ({"amount": Decimal("NaN")}, "amount"),
         ({"amount": Decimal("Infinity")}, "amount"),
         ({"amount": Decimal(10**17)}, "amount"),
+        ({"amount": Decimal("1E+999999")}, "amount"),
+        ({"counts": "spend", "amount": Decimal("1E-999999")}, "amount"),
         ({"counts": "spend", "amount": Decimal("0.0000000001")}, "amount"),
         ({"per_s": None}, "per_s"),
         ({"per_s": 0}, "per_s"),
@@ -69,6 +71,12 @@ def test_an_absurd_limit_is_refused_by_field(change: dict[str, Any], param: str)
         ({"window": "rolling"}, "hours"),
         ({"window": "rolling", "hours": 0}, "hours"),
         ({"subject": "x"}, "subject"),
+        ({"downgrade_to": "small"}, "downgrade_to"),
+        ({"mode": "downgrade", "downgrade_to": ""}, "downgrade_to"),
+        (
+            {"mode": "downgrade", "scope": "route", "subject": "m", "downgrade_to": "m"},
+            "downgrade_to",
+        ),
     ],
     ids=str,
 )
@@ -78,6 +86,16 @@ def test_an_absurd_budget_is_refused_by_field(change: dict[str, Any], param: str
     with pytest.raises(BadRequest) as refused:
         check_budget(**(GOOD_BUDGET | change))
     assert refused.value.param == param
+
+
+def test_a_route_is_not_cheaper_than_itself() -> None:
+    """`cheaper` names another route that exists."""
+    head = '[[backends]]\nname = "b"\nkind = "scripted"\n'
+    route = '[[routes]]\nmodel = "m"\ntargets = [{ backend = "b" }]\ncheaper = "%s"\n'
+    for name in ("m", "nobody"):
+        with pytest.raises(ConfigInvalid) as refused:
+            parse((head + route % name).encode())
+        assert refused.value.problems == [f"routes[0].cheaper: no other route `{name}`"]
 
 
 def budget(window: Any, zone: str = "UTC") -> Budget:

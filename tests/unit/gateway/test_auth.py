@@ -23,7 +23,7 @@ from gateway.auth import (
     Credential,
     read_credential,
 )
-from gateway.errors import StoreUnavailable, Unauthenticated
+from gateway.errors import Forbidden, StoreUnavailable, Unauthenticated
 from gateway.keys import KEY, KeyRing, MintedKey, mint_admin_key
 from gateway.tenants import Identity
 from telemetry.ids import KeyId, TenantId
@@ -486,3 +486,105 @@ def test_admin_does_not_hold_the_key() -> None:
     """Dumping the object shows a hash."""
     key = mint_admin_key().reveal()
     assert key not in repr(vars(Admin(key)))
+
+
+# ------------------------------------------------------------------------- addresses and scopes
+
+
+async def test_a_key_bound_to_addresses_is_refused_from_elsewhere() -> None:
+    """By the socket, or by what a trusted proxy says; from an unknown place too."""
+    settings = AuthSettings(poll_s=0.9, trusted_proxies=("10.0.0.0/8",))
+    desk = Desk(settings, ip_allow=["203.0.113.0/24", "2001:db8::/32"])
+    text = desk.minted.secret.reveal()
+    async with desk.auth as auth:
+        for peer, forwarded in (
+            ("203.0.113.9", ()),
+            ("2001:db8::9", ()),
+            ("10.0.0.1", ("203.0.113.9",)),
+        ):
+            assert await auth.identify(Credential(text, peer, forwarded))
+        for peer, forwarded in (
+            ("192.0.2.1", ()),
+            ("192.0.2.1", ("203.0.113.9",)),
+            ("10.0.0.1", ("203.0.113.9, 192.0.2.1",)),
+            (None, ()),
+        ):
+            with pytest.raises(Unauthenticated) as caught:
+                await auth.identify(Credential(text, peer, forwarded))
+            assert caught.value.code == "ip_not_authorized"
+
+
+async def test_a_key_with_an_empty_list_of_addresses_is_never_taken() -> None:
+    """None allowed is not the same as no list."""
+    desk = Desk(SLOW_POLL, ip_allow=[])
+    async with desk.auth as auth:
+        with pytest.raises(Unauthenticated):
+            await auth.identify(Credential(desk.minted.secret.reveal(), "203.0.113.9"))
+
+
+async def test_scopes_and_targets_reach_the_caller() -> None:
+    """What is not listed is refused with its name; without a list all is allowed."""
+    desk = Desk(SLOW_POLL, scopes=["chat"], target_allow=["local/*", "openai/gpt-4o"])
+    async with desk.auth as auth:
+        caller = await auth.identify(Credential(desk.minted.secret.reveal()))
+    caller.require("chat")
+    with pytest.raises(Forbidden, match="`models`"):
+        caller.require("models")
+    assert caller.may_reach("local", "any")
+    assert caller.may_reach("openai", "gpt-4o")
+    assert not caller.may_reach("openai", "gpt-4o-mini")
+    everything = msgspec.structs.replace(caller, scopes=None, target_allow=None)
+    everything.require("models")
+    assert everything.may_reach("openai", "gpt-4o-mini")
+
+
+def test_read_credential_carries_where_it_came_from() -> None:
+    """The socket's other end, and each `x-forwarded-for` in its order."""
+    headers = [
+        (b"authorization", b"Bearer k"),
+        (b"x-forwarded-for", b"192.0.2.1"),
+        (b"x-forwarded-for", b"192.0.2.2"),
+    ]
+    found = read_credential(headers, ("203.0.113.9", 4711))
+    assert (found.peer, found.forwarded) == ("203.0.113.9", ("192.0.2.1", "192.0.2.2"))
+
+
+# ------------------------------------------------------------------------------ rotated peppers
+
+
+async def test_a_key_of_an_older_pepper_is_taken_and_hashed_anew() -> None:
+    """It works at once, and after the next poll the store has it under the newest pepper."""
+    desk = Desk(AuthSettings(poll_s=0.02))
+    newer = KeyRing(bytes(reversed(range(32))), bytes(range(32)))
+    text = desk.minted.secret.reveal()
+    async with Auth(desk.store, newer, desk.clock, AuthSettings(poll_s=0.02)) as auth:
+        assert await auth.identify(Credential(text))
+        async with asyncio.timeout(10):
+            while desk.store._identities[desk.minted.public_id].secret_hmac == desk.minted.digest:
+                await asyncio.sleep(0.005)
+        assert await auth.identify(Credential(text))
+        with pytest.raises(Unauthenticated):
+            await auth.identify(Credential(text[:-1] + ("a" if text[-1] != "a" else "b")))
+    known = desk.store._identities[desk.minted.public_id]
+    assert known.secret_hmac == newer.digest(text)
+
+
+async def test_a_key_whose_pepper_is_gone_needs_a_look_up_that_is_paced() -> None:
+    """Once hashed anew it outlives its pepper, if foreign ids may be asked for; a flood of them
+    costs so many look-ups a second and no more."""
+    desk = Desk()
+    only = KeyRing(bytes(reversed(range(32))))
+    text = desk.minted.secret.reveal()
+    known = desk.store._identities[desk.minted.public_id]
+    desk.store.put(msgspec.structs.replace(known, secret_hmac=only.digest(text)))
+    async with Auth(desk.store, only, desk.clock, SLOW_POLL) as auth:
+        with pytest.raises(Unauthenticated):
+            await auth.identify(Credential(text))
+    assert desk.store.asked == []
+    settings = AuthSettings(poll_s=0.9, foreign_ids_per_s=2)
+    async with Auth(desk.store, only, desk.clock, settings) as auth:
+        assert await auth.identify(Credential(text))
+        for _ in range(20):
+            with pytest.raises(Unauthenticated):
+                await auth.identify(Credential(RING.mint().secret.reveal()))
+    assert len(desk.store.asked) == 2

@@ -30,6 +30,7 @@ from telemetry.reports.chargeback import (
     GroupingInvalid,
     HourlySum,
     Line,
+    TenantPlace,
     chargeback,
     dimensions,
 )
@@ -291,6 +292,35 @@ def test_lines_sum_to_the_totals_in_any_grouping(sums: list[HourlySum], by: list
                 found = EXACT.add(found, line.cost if line.currency == currency else Decimal(0))
             assert found == expected
     assert sum(line.requests for line in report.lines) == sum(row.requests for row in sums)
+
+
+def test_costs_add_up_at_every_level_of_the_tree() -> None:
+    """A level's line is all below it; who stands above the level stands for itself, and nobody for
+    nobody. Cost centres cut across."""
+    places = {
+        "o": TenantPlace(ids=("o",)),
+        "a": TenantPlace(ids=("o", "a"), cost_centre="1"),
+        "b": TenantPlace(ids=("o", "b", "b1"), cost_centre="2"),
+        "x": TenantPlace(ids=("x",), cost_centre="1"),
+    }
+    sums = [
+        HourlySum(hour=NOON, tenant_id=tenant, amount=Decimal(amount), requests=1)
+        for tenant, amount in (("o", 1), ("a", 2), ("b", 4), ("x", 8), ("", 16))
+    ]
+
+    def grouped(by: str) -> dict[str, Decimal]:
+        report = chargeback(sums, by=dimensions(by), period=DAY, places=places)
+        return {line.group[0]: line.cost for line in report.lines}
+
+    assert grouped("level-1") == {"o": 7, "x": 8, "": 16}
+    assert grouped("level-2") == {"o": 1, "a": 2, "b": 4, "x": 8, "": 16}
+    assert grouped("level-3") == {"o": 1, "a": 2, "b1": 4, "x": 8, "": 16}
+    assert grouped("cost-centre") == {"1": 10, "2": 4, "": 17}
+    named = chargeback(
+        sums, by=dimensions("level-1"), period=DAY, places=places, tenant_names={"o": "Org"}
+    )
+    assert "level_1,level_1_name," in chargeback_csv(named)
+    assert "o,Org," in chargeback_csv(named)
 
 
 # --- rendering of a chargeback

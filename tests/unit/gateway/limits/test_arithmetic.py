@@ -217,6 +217,68 @@ def test_the_ledger_corrects_a_budget() -> None:
     assert _of(state) == (40 + 9 + 3, 11)
 
 
+def test_drift_of_any_size_goes_with_the_next_word_of_the_ledger() -> None:
+    """Counters that somebody has put wrong, up or down, are right again after a rebase: what was
+    spent is the ledger's, and what is held is what the open holds hold."""
+    for drift in (-70, 70, 10**9):
+        state = begun(before=40)
+        assert admitted(state, T0, 1, budget(10**6, 11))
+        counter = state.budgets["m"]
+        counter.spent += drift
+        counter.held = max(0, counter.held + drift)
+        later = T0 // MINUTE_US + 11
+        arithmetic.rebase(
+            state, Spent(key="m", period_us=0, window_us=0, before=40, cut=later, slots={})
+        )
+        assert _of(state) == (40, 11)
+
+
+def test_places_that_nobody_holds_are_free() -> None:
+    """A number of running requests that no hold explains does not shut anybody out."""
+    state = TenantState()
+    assert admitted(state, T0, 1, places(2))
+    state.concurrency["c"].held = 9
+    assert not admitted(state, T0, 2, places(2))
+    arithmetic.settle(state, T0, "h1", [1], T0)
+    assert admitted(state, T0, 3, places(2))
+    assert state.held("c") == 1
+
+
+@given(
+    limit=st.integers(0, 60),
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), max_size=60),
+)
+def test_extending_never_holds_more_than_fits(limit: int, steps: list[tuple[int, int]]) -> None:
+    """Holds that grow: the sum of all never passes the budget, one that is refused is what it was,
+    and at the end all of it comes back."""
+    state, held = begun(), dict[int, int]()
+    for number in range(4):
+        if admitted(state, T0, number, budget(limit, 5), window(9), bucket(10**6, 7)):
+            held[number] = 5
+    for number, more in steps:
+        found = arithmetic.extend(state, T0, f"h{number}", [more, 0, 10**9])
+        if number not in held:
+            assert found is None
+            continue
+        assert found is (sum(held.values()) + more <= limit)
+        held[number] += more if found else 0
+        assert _of(state) == (0, sum(held.values()))
+        assert sum(held.values()) <= limit
+    for number in held:
+        arithmetic.settle(state, T0, f"h{number}", [3, 1, 7], T0)
+    assert _of(state) == (3 * len(held), 0)
+
+
+def test_a_window_that_is_over_refuses_no_stream() -> None:
+    """A stream from yesterday goes on today: what it takes is yesterday's."""
+    state = begun()
+    assert admitted(state, T0, 1, budget(100, 90))
+    assert admitted(state, T0, 2, budget(100, 90, T0))
+    assert arithmetic.extend(state, T0, "h1", [50]) is True
+    assert arithmetic.extend(state, T0, "h2", [50]) is False
+    assert _of(state) == (0, 90)
+
+
 def test_a_rolling_budget_forgets_what_is_past() -> None:
     """An hour after it was spent, it may be spent again."""
     hour_us = 3_600_000_000
