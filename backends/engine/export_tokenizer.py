@@ -13,7 +13,7 @@ from backends.engine.weights import open_weights
 def export(model: str, path: Path) -> None:
     """Raises EngineError, OSError."""
     part = path.with_suffix(f".{id(path):x}.part")
-    from_gguf(open_weights(model)).save(part)
+    from_weights(open_weights(model)).save(part)
     part.replace(path)
 
 
