@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from backends.engine.errors import EngineError
-from backends.engine.tokenizer import from_gguf
+from backends.engine.tokenizer import from_weights
 from backends.engine.weights import open_weights
 
 
