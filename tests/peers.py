@@ -89,10 +89,12 @@ def _nginx(upstream: int, folder: Path, model: str) -> Iterator[Peer]:
     config.write_text(
         f"daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/nginx.log;\n"
         "events { worker_connections 4096; }\n"
-        f"http {{ access_log off; client_body_temp_path {folder}/body;\n"
+        f"http {{ access_log off; keepalive_requests 1000000000;\n"
+        f"client_body_temp_path {folder}/body;\n"
         f"proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;\n"
         f"uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;\n"
-        f"upstream mock {{ server 127.0.0.1:{upstream}; keepalive 1024; }}\n"
+        f"upstream mock {{ server 127.0.0.1:{upstream}; keepalive 1024;\n"
+        "keepalive_requests 1000000000; }\n"
         f"server {{ listen 127.0.0.1:{port}; client_max_body_size 64m;\n"
         "location / { proxy_pass http://mock; proxy_http_version 1.1; proxy_buffering off;\n"
         f'proxy_set_header Connection ""; proxy_read_timeout {TIMEOUT_S}s; }} }} }}\n'

@@ -35,7 +35,9 @@ HEADER = b"idempotency-key"
 REPLAYED = b"idempotent-replayed"
 REPLAY_OF = b"x-meterline-replay-of"
 KEY_BYTES = 255
-OWN_HEADERS = frozenset({b"x-request-id", b"x-meterline-cost-usd", b"openai-processing-ms"})
+OWN_HEADERS = frozenset(
+    {b"x-request-id", b"request-id", b"x-meterline-cost-usd", b"openai-processing-ms"}
+)
 NOT_KEPT = frozenset({408, 409, 425, 429, 499})
 
 Name = tuple[str, str, str]  # tenant, surface, key
@@ -65,12 +67,16 @@ class Recording:
 
     @property
     def is_good(self) -> bool:
-        """Over, whole, and not to be tried again."""
-        if not self.is_over or not self.messages or self.is_too_large:
+        """Over, and to be kept."""
+        return self.is_over and not self.is_too_large and self.ended_well
+
+    @property
+    def ended_well(self) -> bool:
+        """Whole, and not to be tried again."""
+        if len(self.messages) < 2 or not _is_last(self.messages[-1]):
             return False
         status = self.messages[0]["status"]
-        is_whole = not self.messages[-1].get("more_body", False) and len(self.messages) > 1
-        return is_whole and status < 500 and status not in NOT_KEPT and not self._broke_off()
+        return status < 500 and status not in NOT_KEPT and not self._broke_off()
 
     def _broke_off(self) -> bool:
         """A stream that ended in an error event has status 200, and nobody wants it again."""
@@ -110,8 +116,11 @@ class Recording:
                     )
                 if readers[me] >= len(self.messages):
                     return
-                await take(self.messages[readers[me]])
+                message = self.messages[readers[me]]
+                await take(message)
                 readers[me] += 1
+                if _is_last(message):
+                    return
                 if self.is_too_large:
                     async with self._more:
                         self._more.notify_all()
@@ -119,6 +128,10 @@ class Recording:
             del self._readers[me]
             async with self._more:
                 self._more.notify_all()
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 class Idempotency:
@@ -345,6 +358,7 @@ async def _replay(
                 (b"x-request-id", call.request_id.encode()),
                 (REPLAYED, b"true"),
                 (REPLAY_OF, recording.request_id.encode()),
+                *voice_of(call.surface).headers(call.request_id),
             ]
             message = {**message, "headers": [*kept, *own]}
         await send(message)
@@ -356,7 +370,7 @@ async def _replay(
                 outcome = None
                 await _refuse(gateway, call, caller, send, recording.refusal)
                 return
-            is_ok = bool(status) and status[0] < 400 and recording.is_good
+            is_ok = bool(status) and status[0] < 400 and recording.ended_well
             outcome = Outcome.OK if is_ok else Outcome.CLIENT_ERROR
     finally:
         if outcome is not None:

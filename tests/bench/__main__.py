@@ -5,7 +5,7 @@ import sys
 
 from tests.bench.report import Table, machine
 
-ALL = ("gateway", "admission", "engine")  # and, on demand: soak
+ALL = ("gateway", "calls", "admission", "engine")  # and, on demand: soak
 
 
 def main(names: list[str]) -> None:

@@ -36,14 +36,14 @@ def request(
     stream: bool,
     model: str = "bench",
     headers: Mapping[str, str] | None = None,
-    marks: str = "",
+    word: str = "word",
 ) -> bytes:
-    """The bytes of one request with a 4 KB body, keep-alive. `marks`: further fields."""
+    """The bytes of one request with a 4 KB body, keep-alive, that begins with this word."""
     more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     padding = "word " * 760
     body = (
-        f'{{"model":"{model}","stream":{str(stream).lower()},"max_tokens":64,{marks}"messages":['
-        f'{{"role":"user","content":"{padding}"}}]}}'
+        f'{{"model":"{model}","stream":{str(stream).lower()},"max_tokens":64,"messages":['
+        f'{{"role":"user","content":"{word} {padding}"}}]}}'
     ).encode()
     return (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
@@ -122,6 +122,14 @@ def resident_mb(pid: int) -> float:
     return 0.0
 
 
+def own_mb(pid: int) -> float:
+    """Memory that a process has written, whoever else runs: what a leak adds to."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
 class Paced(Struct, frozen=True, kw_only=True):
     """What paced streams saw: chunks, and by how much each was later than it was sent."""
 
@@ -135,13 +143,17 @@ class Paced(Struct, frozen=True, kw_only=True):
 async def paced(
     port: int, key: str, *, streams: int, chunks: int, headers: Mapping[str, str] | None = None
 ) -> Paced:
-    """So many streams at once, each one answer of `chunks` chunks with their time of leaving."""
-    payload = request(port, key, stream=True, headers=headers, marks='"metadata":{"pace":"paced"},')
+    """So many streams, begun within a second, each one answer of `chunks` chunks with their time
+    of leaving. How late a chunk is counts from when all streams run."""
+    payload = request(port, key, stream=True, headers=headers, word="paced")
     late: list[float] = []
     lost = 0
 
-    async def one() -> None:
+    all_run_ns = time.monotonic_ns() + 1_500_000_000
+
+    async def one(number: int) -> None:
         nonlocal lost
+        await asyncio.sleep(number / streams)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(payload)
         seen, rest = 0, b""
@@ -151,7 +163,8 @@ async def paced(
                 rest += data
                 end = 0
                 for mark in _LEFT.finditer(rest):
-                    late.append((now - int(mark[1])) / 1e6)
+                    if now > all_run_ns:
+                        late.append((now - int(mark[1])) / 1e6)
                     seen += 1
                     end = mark.end()
                 if b"[DONE]" in rest:
@@ -163,12 +176,12 @@ async def paced(
         writer.close()
 
     async with asyncio.timeout(120):
-        await asyncio.gather(*(one() for _ in range(streams)))
+        await asyncio.gather(*(one(number) for number in range(streams)))
     late.sort()
     count = len(late) or 1
     return Paced(
         streams=streams,
-        chunks=len(late),
+        chunks=streams * chunks - lost,
         lost=lost,
         late_p50_ms=late[count // 2] if late else 0.0,
         late_p99_ms=late[min(count - 1, count * 99 // 100)] if late else 0.0,

@@ -14,7 +14,9 @@ class Passthrough:
     def __init__(self, upstream: int) -> None:
         self._url = f"http://127.0.0.1:{upstream}/v1/chat/completions"
         self._client = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=256), trust_env=False
+            limits=httpx.Limits(max_connections=1000, max_keepalive_connections=1000),
+            timeout=60,
+            trust_env=False,
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -16,7 +16,7 @@ WHOLE = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
 ) + BODY
 CHUNKS = 64
-PACED_CHUNKS = 100
+PACED_CHUNKS = 200
 PACE_S = 0.02
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -69,7 +69,7 @@ class Upstream(asyncio.Protocol):
             body = self._buffer[end + 4 : end + 4 + length]
             self._buffer = self._buffer[end + 4 + length :]
             if b'"stream":true' in body or b'"stream": true' in body:
-                play = self._paced if b'"paced"' in body else self._stream
+                play = self._paced if b'"paced ' in body else self._stream
                 task = asyncio.ensure_future(play(self._transport))
                 task.add_done_callback(lambda done: done.exception())
             else:

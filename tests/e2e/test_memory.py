@@ -61,10 +61,10 @@ def test_memory_is_flat(tmp_path: Path) -> None:
                         for stream in (False, True)
                     )
 
-                ask(2.5)
-                before = load.resident_mb(pid)
+                ask(4.0)
+                before = load.own_mb(pid)
                 requests = sum(ask(1.5) for _ in range(ROUNDS))
-                grown = load.resident_mb(pid) - before
+                grown = load.own_mb(pid) - before
         finally:
             upstream.terminate()
     assert grown < NOISE_MB or grown * 1024 / requests < LEAK_KB, (grown, requests)

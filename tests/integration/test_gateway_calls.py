@@ -10,14 +10,14 @@ import pstats
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from gateway import probes
-from gateway.app import open_service
+from gateway.app import Service, open_service
 from gateway.config import load
 from telemetry import logs
 from telemetry.ledger import worker
@@ -69,8 +69,10 @@ def ask(port: int, key: str, count: int, *, stream: bool) -> int:
     return events
 
 
-async def measured(folder: Path, upstream: int) -> tuple[float, float]:
-    """(calls per whole request, calls per streamed event)."""
+async def measured(
+    folder: Path, upstream: int, prepare: Callable[[Service], None] = lambda service: None
+) -> tuple[float, float]:
+    """(calls per whole request, calls per streamed event). `prepare` may change the service."""
     config = folder / "meterline.toml"
     config.write_text(
         f'[server]\nadmin_key = "env:ADMIN_KEY"\n[store]\ndata_dir = "{folder}/data"\n'
@@ -82,6 +84,7 @@ async def measured(folder: Path, upstream: int) -> tuple[float, float]:
         open_service(load(config), environment={"ADMIN_KEY": ADMIN_KEY}) as service,
         Server(service.app) as server,
     ):
+        prepare(service)
         tenant = await service.tenants.create_tenant("acme", {}, actor="test")
         key = (await service.tenants.create_key(tenant.id, name="k", actor="test")).secret.reveal()
 

@@ -83,6 +83,9 @@ async def test_who_comes_meanwhile_joins(gateway: Harness, stream: bool) -> None
     assert len({answer.content for answer in answers}) == 1
     assert {answer.status_code for answer in answers} == {200}
     assert sum("idempotent-replayed" in answer.headers for answer in answers) == 2
+    rows = [await gateway.rows(answer.headers["x-request-id"]) for answer in answers]
+    assert [row.requests[0].outcome for row in rows] == [Outcome.OK] * 3
+    assert sorted(len(row.events) for row in rows) == [0, 0, 1]
     assert len(player.books.entries) == 1
 
 
