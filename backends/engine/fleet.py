@@ -25,6 +25,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from backends.engine.account import WallPhase
 from backends.engine.engine import Engine, State
 from backends.engine.errors import EngineError
 from backends.engine.metrics import CONTENT_TYPE
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _ADMIN = re.compile(r"/admin/models/(?P<name>[^/]{1,200})/(?P<action>sleep|wake|swap)")
 _CANCEL = re.compile(r"/v1/requests/(?P<id>[^/]{1,200})/cancel")
-_STEPS = ("prefill", "decode", "mixed")
+_STEPS: tuple[WallPhase, ...] = ("prefill", "decode", "mixed")
 _STEP_FAMILY = declared.ENGINE_STEP_SECONDS.name.removesuffix("_total")
 _JSON = b"application/json"
 
@@ -142,7 +143,7 @@ class Fleet:
         for slot in self._slots.values():
             slot.current = _Version(slot.served.make(slot.model))
             slot.number = 1
-        self._retiring: list[_Version] = []
+        self._retiring: dict[_Version, _Slot] = {}
         self._defect = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_plain = len(served) == 1  # one engine, ever: its own clock is the process's
@@ -204,15 +205,13 @@ class Fleet:
                 self._defect.set()
 
     async def _retire(self, slot: _Slot, version: _Version) -> None:
-        """Its requests end, then its engine, then its memory is free."""
-        self._retiring.append(version)
+        """It is in `_retiring`. Its requests end, then its engine, then its memory is free."""
         await version.unused(self._drain_s)
         engine = version.built.engine
         await engine.drain(0.0)
         await engine.close()
-        for phase in _STEPS:
-            slot.stepped_us[phase] += engine.step_clock.by_phase_us[phase]  # type: ignore[index]  # a Literal
-        self._retiring.remove(version)
+        slot.stepped_us += _stepped(engine)
+        del self._retiring[version]
         version.built.release()
 
     async def _load(self, slot: _Slot, model: str) -> _Version:
@@ -243,6 +242,8 @@ class Fleet:
             old, slot.current = slot.current, version
             slot.model = model
             slot.number += 1
+            if old is not None:
+                self._retiring[old] = slot
         if old is not None:
             self._keep(self._retire(slot, old))
 
@@ -251,6 +252,7 @@ class Fleet:
             old, slot.current = slot.current, None
             if old is not None:
                 self._leave_plain(old)
+                self._retiring[old] = slot
                 await self._retire(slot, old)
 
     async def _wake(self, slot: _Slot) -> None:
@@ -385,11 +387,10 @@ class Fleet:
         steps = {name: Counter(slot.stepped_us) for name, slot in self._slots.items()}
         is_free = self._turns.is_free
         wall_us = (self._clock.monotonic_ns() - self._began_ns) // 1000
-        slots = list(self._slots.values())
-        engines = [(slot, slot.current.built.engine) for slot in slots if slot.current is not None]
-        for slot, engine in engines:
-            for phase in _STEPS:
-                steps[slot.served.name][phase] += engine.step_clock.by_phase_us[phase]  # type: ignore[index]  # a Literal
+        living = dict(self._retiring)
+        living |= {slot.current: slot for slot in self._slots.values() if slot.current is not None}
+        for version, slot in living.items():
+            steps[slot.served.name] += _stepped(version.built.engine)
         total_us = sum(sum(counts.values()) for counts in steps.values())
         if is_free and not self._retiring:
             rest_us = wall_us - self._load_us - self._warmup_us - total_us
@@ -406,6 +407,12 @@ class Fleet:
                     }.get(phase, us)  # fmt: skip
                 family.add_metric([name, phase], us / 1e6)
         return family
+
+
+def _stepped(engine: Engine) -> Counter[str]:
+    """Microseconds of its steps so far."""
+    by_phase = engine.step_clock.by_phase_us
+    return Counter({phase: by_phase[phase] for phase in _STEPS})
 
 
 class _Families(Collector):

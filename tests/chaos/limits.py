@@ -66,7 +66,8 @@ class Load:
             await asyncio.sleep(REST_S)
 
 
-async def drive(world: Replicas, loads: list[Load], plan: Plan) -> None:
+async def drive(world: Replicas, loads: list[Load], plan: Plan) -> "Waits":
+    """Returns how long requests had waited before the first failure: all of them came at once."""
     is_over = False
     async with (
         httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client,
@@ -77,6 +78,7 @@ async def drive(world: Replicas, loads: list[Load], plan: Plan) -> None:
                 for _ in range(WORKERS):
                     group.create_task(load.work(client, url, lambda: is_over))
         await asyncio.sleep(plan.before)
+        warm = await asyncio.to_thread(Waits.of, world)
         world.redis.kill()
         await asyncio.sleep(plan.killed)
         world.redis.start()
@@ -86,6 +88,7 @@ async def drive(world: Replicas, loads: list[Load], plan: Plan) -> None:
         world.redis.signal(signal.SIGCONT)
         await asyncio.sleep(plan.after)
         is_over = True
+    return warm
 
 
 async def settled(world: Replicas, loads: list[Load]) -> list[tuple[int, int, int, int, int]]:
@@ -129,9 +132,9 @@ def run(plan: Plan, *, show: Callable[[str], None]) -> list[str]:
         )  # fmt: skip
         world.admin("PUT", "budgets", tenant=by_money.tenant.id, amount_usd=BUDGET)
         time.sleep(SLICES_AFTER_S)
-        asyncio.run(drive(world, loads, plan))
+        warm = asyncio.run(drive(world, loads, plan))
         books = asyncio.run(settled(world, loads))
-        waits = Waits(world)
+        waits = Waits.of(world).since(warm)
         nano = round(float(BUDGET) * 1e9)
         allowed = 2 * LIMIT + int(LIMIT * SHARE)
         table = Table("tenant", "admitted", "of them by slices", "the most that may pass")
@@ -159,15 +162,31 @@ def run(plan: Plan, *, show: Callable[[str], None]) -> list[str]:
     return broken
 
 
-class Waits:
+class Waits(Struct, frozen=True):
     """How long requests waited for Redis, from the histograms of all replicas."""
 
-    def __init__(self, world: Replicas) -> None:
+    all: float
+    short: float
+    longer: float
+    longest: float
+
+    @classmethod
+    def of(cls, world: Replicas) -> "Waits":
         name = "meterline_limits_store_wait_seconds"
-        self.all = sum(world.metric(f"{name}_count"))
-        self.short = sum(world.metric(f"{name}_bucket", le="0.005"))
-        self.longer = self.all - sum(world.metric(f"{name}_bucket", le="0.05"))
-        self.longest = self.all - sum(world.metric(f"{name}_bucket", le="0.1"))
+        everyone = sum(world.metric(f"{name}_count"))
+
+        def within(seconds: str) -> float:
+            return sum(world.metric(f"{name}_bucket", le=seconds))
+
+        return cls(everyone, within("0.005"), everyone - within("0.05"), everyone - within("0.1"))
+
+    def since(self, other: "Waits") -> "Waits":
+        return Waits(
+            self.all - other.all,
+            self.short - other.short,
+            self.longer - other.longer,
+            self.longest - other.longest,
+        )
 
     def __str__(self) -> str:
         return (

@@ -52,13 +52,14 @@ FREE: Final = {"/v1/models": "models", "/v1/models/{model:path}": "models"}
 STORED: Final = {"/v1/responses/{response_id:str}": "responses"}  # what a billable one left
 NAMES_NO_USER: Final = {"/v1/messages/count_tokens"}  # that API has no field for one
 CALLERS: Final = ("public", "tenant", "admin", "loopback or admin")
-LIMITS: Final[tuple[tuple[Scope, str | None], ...]] = (
-    ("tenant", None),
-    ("key", None),
-    ("user", None),
-    ("user", "eve"),
-    ("route", MODEL),
-    ("model", MODEL),
+LIMITS: Final[tuple[tuple[str, Scope, str | None], ...]] = (  # whose, scope, subject
+    ("org", "tenant", None),
+    ("org/acme", "tenant", None),
+    ("org/acme", "key", None),
+    ("org/acme", "user", None),
+    ("org/acme", "user", "eve"),
+    ("org/acme", "route", MODEL),
+    ("org/acme", "model", MODEL),
 )
 SOURCES: Final = ("authorization", "x-api-key", "api-key", "jwt")
 
@@ -153,9 +154,9 @@ async def test_every_route_is_classified(scene: Scene) -> None:
 
 async def test_no_path_skips_admission(scene: Scene) -> None:
     """With none allowed in one scope, every route refuses every source; nothing goes upstream."""
-    for scope, subject in LIMITS:
+    for whose, scope, subject in LIMITS:
         limit = await scene.allowances.set_limit(
-            "org/acme", "requests", Decimal(0), per_s=60, scope=scope, subject=subject, actor="t"
+            whose, "requests", Decimal(0), per_s=60, scope=scope, subject=subject, actor="t"
         )
         await scene.heard()
         player = scene.harness.play(Script())
@@ -164,7 +165,7 @@ async def test_no_path_skips_admission(scene: Scene) -> None:
                 continue
             for source in SOURCES:
                 answer = await scene.ask(path, source)
-                assert answer.status_code == 429, (scope, path, source, answer.text)
+                assert answer.status_code == 429, (whose, scope, path, source, answer.text)
                 assert error_type(path, answer.text) == "rate_limit_error"
         assert player._requests == 0, scope
         await scene.allowances.remove_limit(limit.id, actor="t")

@@ -104,7 +104,6 @@ async def test_a_swap_under_load_fails_no_request(tmp_path: Path) -> None:
                 statuses.append((await ask(client, "one", count=12)).status_code)
 
         clients = [asyncio.create_task(keep_asking()) for _ in range(4)]
-        threads = threading.active_count()
         for model in (str(other), str(tmp_path / "one.gguf"), str(other)):
             swapped = await client.post("/admin/models/one/swap", json={"model": model})
             assert swapped.status_code == 200, swapped.text
@@ -120,7 +119,6 @@ async def test_a_swap_under_load_fails_no_request(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while sum(t.name == "engine" for t in threading.enumerate()) > 1:
                 await asyncio.sleep(0.02)  # the old versions are ending
-        assert threading.active_count() <= threads + 1
         last_clock = await times(client)
         assert last_clock.continues(first_clock)
         assert last_clock.step_us > first_clock.step_us
