@@ -39,6 +39,10 @@ class Decoder(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
+    def read_block(self, block: int) -> memoryview: ...
+
+    def write_block(self, block: int, data: memoryview) -> None: ...
+
 
 class CpuRunner:
     """One model. Used by one thread. `summary` says what it computes with and why."""
@@ -69,6 +73,7 @@ class CpuRunner:
         name = "torch" if library is None else "compiled"
         self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
         self.facts = _facts(file, self._decoder, kv_blocks, f"{name}/{formats}")
+        self.read_block, self.write_block = self._decoder.read_block, self._decoder.write_block
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -102,6 +107,7 @@ class _Native:
         self.shape = model.shape
         self.weight_bytes = model.weight_bytes
         self.copy_block = model.copy_block
+        self.read_block, self.write_block = model.read_block, model.write_block
 
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
         logits, best = self._model.logits(rows)

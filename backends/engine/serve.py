@@ -28,6 +28,7 @@ from backends.engine.native.library import Toolchain
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
+from backends.engine.swap import file_in
 from backends.engine.types import Runner
 from backends.engine.weights import BUNDLED_NAME, open_weights
 from backends.engine.wire import Limits, Parser
@@ -125,6 +126,9 @@ def build(
         max_batch_tokens=settings.max_batch_tokens,
         prefix_cache=settings.prefix_cache,
         step_target_s=settings.step_target_s,
+        swap_memory_bytes=int(settings.swap_memory_gb * 1e9),
+        swap_file_bytes=int(settings.swap_file_gb * 1e9),
+        open_swap_file=file_in(_swap_folder(settings)),
         max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
     name = BUNDLED_NAME if settings.model == BUNDLED_NAME else file.path.stem
@@ -138,6 +142,14 @@ def build(
     parser = Parser(words, template, Limits(model=name, context=context), family=family)
     app = EngineApp(engine, parser, words, model, clock, vllm_metrics=vllm_metrics)
     return Built(engine, app)
+
+
+def _swap_folder(settings: EngineSettings) -> Path | None:
+    """Raises StartFailed for one that cannot be written: better now than at the first swap."""
+    folder = None if settings.swap_folder is None else Path(settings.swap_folder)
+    if settings.swap_file_gb and folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        raise StartFailed(f"swap_folder = {folder}: no such folder, or it cannot be written")
+    return folder
 
 
 def serve(

@@ -34,10 +34,17 @@ class FakeRunner:
         self.facts = facts(kv_blocks)
         self.steps: list[list[tuple[int, int, int]]] = []
         self.copies: list[tuple[int, int]] = []
+        self.blocks: dict[int, bytes] = {}
         self._choose = choose
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         self.copies += pairs
+
+    def read_block(self, block: int) -> memoryview:
+        return memoryview(self.blocks.get(block, bytes(64)))
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        self.blocks[block] = bytes(data)
 
     def run(self, rows: SequenceOf[Row]) -> StepResult:
         self.steps.append([(row.sequence.job.job_id, row.start, row.count) for row in rows])
@@ -54,6 +61,7 @@ def sequence(
     sampling: Sampling | None = None,
     seed: int = 0,
     root: bytes | None = None,
+    tenant: str | None = None,
 ) -> Sequence:
     """A job with one choice, as the engine would make it."""
     request = JobRequest(
@@ -61,6 +69,7 @@ def sequence(
         max_tokens=(max_tokens,),
         priority=priority,
         sampling=sampling or Sampling(),
+        cache_salt=tenant,
     )
     job = Job(number, request, 0)
     choice = Sequence(

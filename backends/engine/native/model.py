@@ -54,7 +54,9 @@ class NativeModel:
             layers[number] = LayerStruct(
                 self._pointer(norms[0]), self._pointer(norms[1]), *map(self._weight, weights)
             )
-        pool = shape.layers * kv_blocks * shape.kv_heads * shape.head_dim * BLOCK_TOKENS
+        # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
+        pool = (shape.layers, kv_blocks, shape.kv_heads * shape.head_dim * BLOCK_TOKENS)
+        self._keys, self._values = np.empty(pool, np.float32), np.empty(pool, np.float32)
         cosines, sines = _angles(shape)
         self._config = ConfigStruct(
             layers=shape.layers,
@@ -72,9 +74,8 @@ class NativeModel:
             head=self._weight(head),
             cosines=self._pointer(cosines),
             sines=self._pointer(sines),
-            # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
-            keys=self._pointer(np.empty(pool, np.float32)),
-            values=self._pointer(np.empty(pool, np.float32)),
+            keys=self._pointer(self._keys),
+            values=self._pointer(self._values),
         )
         self._layers = layers
         self._logits = np.empty((0, shape.vocab), np.float32)
@@ -109,6 +110,14 @@ class NativeModel:
     def copy_block(self, source: int, target: int) -> None:
         """Keys and values of all layers."""
         self._library.copy_block(self._handle, source, target)
+
+    def read_block(self, block: int) -> memoryview:
+        """A copy of the keys and values of all layers."""
+        return np.stack((self._keys[:, block], self._values[:, block])).data.cast("B")
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        values = np.frombuffer(data, np.float32).reshape(2, self.shape.layers, -1)
+        self._keys[:, block], self._values[:, block] = values
 
     def close(self) -> None:
         if self._handle is not None:
