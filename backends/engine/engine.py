@@ -680,6 +680,8 @@ class _StepLoop:
             return  # another choice of the same job failed in this step
         match choice:
             case None:
+                if row.needs_token:
+                    raise RequestFailed("the step gave no token where one was due")
                 self._scheduler.computed(sequence, row.context)
             case TokenChoice():
                 self._scheduler.computed(sequence, row.context)

@@ -69,11 +69,13 @@ TINY_TEMPLATE = (
 )
 
 
-def tiny_llama(path: Path, *, layers: int = 2, context: int = 256, seed: int = 0) -> Path:
+def tiny_llama(
+    path: Path, *, layers: int = 2, context: int = 256, seed: int = 0, hidden: int = 32
+) -> Path:
     """A random model of a few thousand parameters with a byte-level vocabulary."""
     rng = np.random.default_rng(seed)
     vocabulary = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *BYTE_LEVEL, "Ġa", "th", "the"]
-    hidden, feed_forward, heads, kv_heads = 32, 64, 4, 2
+    feed_forward, heads, kv_heads = 64, 4, 2
     size = hidden // heads
 
     def random(*shape: int) -> tuple[str, Sequence[int], bytes]:

@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import BinaryIO
 
-import numpy as np
 import pytest
-from msgspec import structs
 from typing_extensions import override
 
 from backends.engine.engine import Engine, State, Stream
@@ -33,7 +31,7 @@ from backends.engine.types import (
 )
 from telemetry import genai
 from telemetry.clock import SystemClock
-from tests.fakes.engine import FakeRunner
+from tests.fakes.engine import FakeRunner, Remembers, follows
 
 WARM_UP = 0  # the job id of the steps before the first request
 END = 2  # <|im_end|> of the tiny vocabulary
@@ -449,46 +447,6 @@ async def test_random_lives_end_once_and_leak_nothing(words: Tokenizer) -> None:
         engine.pool.check()
 
 
-class Remembers(FakeRunner):
-    """Its blocks hold the tokens themselves, and it knows what must be there: a sequence whose
-    blocks are not its own fails. `after` tells the token that follows a text."""
-
-    def __init__(self, *, kv_blocks: int) -> None:
-        super().__init__(lambda row: TokenChoice(follows(row.sequence.tokens)), kv_blocks=kv_blocks)
-        self.facts = structs.replace(self.facts, kv_token_bytes=4)
-        self.memory = np.zeros((kv_blocks, 64), np.int32)
-
-    @override
-    def read_block(self, block: int) -> memoryview:
-        return self.memory[block].copy().data.cast("B")
-
-    @override
-    def write_block(self, block: int, data: memoryview) -> None:
-        self.memory[block] = np.frombuffer(data, np.int32)
-
-    @override
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self.memory[target] = self.memory[source]
-
-    @override
-    def run(self, rows: Sequence[Row]) -> StepResult:
-        for row in rows:
-            for at, token in zip(range(row.start, row.context), row.tokens, strict=True):
-                self.memory[row.sequence.blocks[at // 64], at % 64] = token
-        return super().run(rows)
-
-    def holds(self, row: Row) -> bool:
-        blocks = row.sequence.blocks[: -(-row.context // 64)]
-        text = self.memory[blocks].reshape(-1)[: row.context]
-        return bool(row.sequence.job.job_id == WARM_UP or text.tolist() == row.sequence.tokens)
-
-
-def follows(tokens: Sequence[int]) -> int:
-    """A token that depends on the whole text, and is no end."""
-    return 5 + (sum(tokens) + len(tokens)) % 200
-
-
 def text_after(prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
@@ -501,7 +459,6 @@ async def test_preempted_jobs_say_the_same(words: Tokenizer, way: str) -> None:
     """A pool too small for all: whatever becomes of the blocks of those that give way, each says
     what it would have said alone, tells of its preemptions, and all its time adds up."""
     runner = Remembers(kv_blocks=7)
-    runner._choose = checked(runner)
     files: list[BinaryIO] = []
 
     def open_file() -> BinaryIO:
@@ -555,15 +512,6 @@ async def test_preempted_jobs_say_the_same(words: Tokenizer, way: str) -> None:
         assert engine.stats.tokens["recompute"] > 0
     await engine.close()
     assert all(file.closed for file in files)
-
-
-def checked(runner: Remembers) -> Callable[[Row], TokenChoice | Exception]:
-    def choose(row: Row) -> TokenChoice | Exception:
-        if not runner.holds(row):
-            return RuntimeError("its blocks are not its own")
-        return TokenChoice(follows(row.sequence.tokens), -0.5)
-
-    return choose
 
 
 async def test_block_seconds_are_the_used_blocks_over_time(words: Tokenizer) -> None:
