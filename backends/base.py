@@ -10,6 +10,7 @@ BackendError
 ├─ BackendUnavailable   no connection could be made
 ├─ BackendTimeout       connected, but too slow (phase says where)
 ├─ BackendRefused       4xx about this request: the caller's to mend, never retried
+│  └─ BackendCannot     this backend's API has no way to say it; another's may
 ├─ BackendAuth          401/403: our credential, never shown to the caller as theirs
 ├─ BackendRateLimited   429
 ├─ BackendFailed        5xx
@@ -18,7 +19,7 @@ BackendError
 """
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
@@ -54,6 +55,17 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     traceparent: str | None = None  # of the attempt's span, never the caller's
     cache_salt: str | None = None  # set by us from the authenticated tenant, never by the client
     priority: int = 0
+    created_s: int = 0  # Unix seconds, for answers that are translated
+    vendor_headers: tuple[tuple[bytes, bytes], ...] = ()  # allow-listed by the edge
+    previous: "Previous | None" = None  # what a request of surface `responses` goes on from
+
+
+class Previous(Struct, frozen=True):
+    """An earlier response of the same tenant, found by `previous_response_id`."""
+
+    backend: str | None  # that knows it by its id, if the backend speaks `responses` itself
+    items: list[Any]  # the whole conversation until then: what went in, and what came out
+    size: int = 0  # bytes of the items
 
 
 class Chunk(Struct, frozen=True, gc=False):
@@ -61,6 +73,7 @@ class Chunk(Struct, frozen=True, gc=False):
 
     data: bytes
     content_bytes: int = 0  # UTF-8 bytes of generated text, reasoning or tool arguments; 0: none
+    event: str = ""  # its name, on surfaces whose events have one
 
 
 class Whole(Struct, frozen=True, gc=False):
@@ -82,6 +95,7 @@ class Final(Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     finish_reasons: tuple[str, ...] = ()  # in order of choice index
     usage_chunk: bytes | None = None  # the streamed usage event, for clients who asked for it
+    last: Chunk | None = None  # the event that says that all is there, on surfaces that have one
 
 
 Event = Chunk | Whole | Final
@@ -182,6 +196,12 @@ class BackendRefused(BackendError):
         self.error_type = error_type
         self.param = param
         self.error_code = error_code
+
+
+class BackendCannot(BackendRefused):
+    """The request cannot be translated into what this backend speaks. Nothing was sent."""
+
+    retryable = True
 
 
 class BackendAuth(BackendError):

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import httpx
 
-from backends import egress, wire
+from backends import egress, readers, wire
 from backends.base import (
     BackendError,
     BackendFailed,
@@ -34,6 +34,7 @@ from backends.sse import EventTooLarge, SSEParser
 from backends.transport import Answer, Client, Header, Request
 from telemetry.capacity.heartbeat import StepTimes
 from telemetry.clock import Clock, SystemClock
+from telemetry.record import SURFACE_PATHS
 from telemetry.usage import UsageSource
 
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
@@ -48,7 +49,7 @@ _STEP_SECONDS: Final = re.compile(
     r'^meterline_engine_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE
 )
 
-_PATHS: Final = {"chat": "/chat/completions", "completions": "/completions"}
+_PATHS: Final = {surface: path.removeprefix("/v1") for surface, path in SURFACE_PATHS.items()}
 
 
 def user_agent() -> str:
@@ -119,16 +120,18 @@ class OpenAICompatible:
         if api_key is not None:
             if not api_key.isascii() or not api_key.isprintable():
                 raise ValueError(f"the key of backend {self.name} holds a line break or the like")
-            headers.append((b"authorization", f"Bearer {api_key}".encode()))
+            headers.append(self._credential(api_key))
             self._secrets.insert(0, api_key)
         self._headers_whole = [*headers, (b"accept", b"application/json")]
+        self._headers_ready = self._headers_whole
         self._headers_stream = [*headers, (b"accept", b"text/event-stream")]
 
     async def chat(self, request: ChatRequest, /) -> AsyncIterator[Event]:
         """The attempt. See `backends.base` for the order of events."""
         body = wire.upstream_body(request, is_engine=self._is_engine, backend=self.name)
         deadlines = Deadlines(request.timeouts, backend=self.name, is_stream=request.stream)
-        reader = wire.AnswerReader(
+        reader = readers.reader_of(
+            request.surface,
             backend=self.name,
             normalise=self._normalise,
             usage_source=UsageSource.ENGINE if self._is_engine else UsageSource.REPORTED,
@@ -138,7 +141,8 @@ class OpenAICompatible:
         try:
             answer = await self._client.send(self._request(request, body), until=deadlines.at)
             await self._check(answer, is_stream=request.stream)
-            provider_request_id = _label(answer.headers.get(b"x-request-id"))
+            headers = answer.headers
+            provider_request_id = _label(headers.get(b"x-request-id") or headers.get(b"request-id"))
             if not request.stream:
                 data = await self._read(answer, deadlines.at)
                 yield reader.whole(data)
@@ -169,6 +173,9 @@ class OpenAICompatible:
                     if chunk is not None:
                         yield chunk
                         deadlines.progressed(has_content=chunk.content_bytes > 0)
+                    elif reader.is_over:
+                        is_open = False
+                        break
             final = reader.final(provider_request_id=provider_request_id)
             await self._exhaust(answer)
             yield final
@@ -188,7 +195,7 @@ class OpenAICompatible:
     async def is_ready(self) -> bool:
         """Our engine: its health route. Others: whether they list their models for our key."""
         request = Request(
-            method=b"GET", target=self._ready_target, headers=self._headers_whole, connect_s=READY_S
+            method=b"GET", target=self._ready_target, headers=self._headers_ready, connect_s=READY_S
         )
         try:
             until = asyncio.get_running_loop().time() + READY_S
@@ -202,11 +209,15 @@ class OpenAICompatible:
     async def aclose(self) -> None:
         await self._client.aclose()
 
+    def _credential(self, api_key: str) -> Header:
+        return b"authorization", f"Bearer {api_key}".encode()
+
     def _request(self, request: ChatRequest, body: bytes) -> Request:
         """Nothing but these headers goes up, and no cookie."""
         headers = [
             *(self._headers_stream if request.stream else self._headers_whole),
             (b"x-request-id", request.request_id.encode()),
+            *request.vendor_headers,
         ]
         if self._is_engine:
             timeouts = request.timeouts

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from backends import egress
 from backends.base import Backend
-from backends.settings import BackendKind, BackendSettings, EngineSettings
+from backends.settings import BackendKind, BackendSettings, Dialect, EngineSettings
 from backends.transport import Client
 from telemetry import usage
+from telemetry.record import Surface
 
 if TYPE_CHECKING:
     from backends.openai_compat import EngineServer
@@ -36,6 +37,18 @@ def provider_of(settings: BackendSettings) -> str:
     return settings.provider or _PROVIDERS[settings.kind]
 
 
+def dialect(settings: BackendSettings) -> Dialect:
+    """What this backend understands. OpenAI itself refuses `max_tokens` for its newer models, and
+    many of the servers that speak its API know nothing else."""
+    own = _SPEAKS.get(settings.kind) if settings.surfaces is None else frozenset(settings.surfaces)
+    is_openai = provider_of(settings) == _PROVIDERS["openai"]
+    return Dialect(
+        speaks=Dialect().speaks if own is None else own,
+        limit_field="max_completion_tokens" if is_openai else "max_tokens",
+        max_tokens=settings.default_max_tokens,
+    )
+
+
 def build_engine(
     settings: EngineSettings, socket_path: Path, telemetry: "EngineTelemetry | None" = None
 ) -> "Supervised":
@@ -43,14 +56,26 @@ def build_engine(
     `process.start()`. `telemetry`: where the child's spans go; None: nowhere."""
     from backends.supervisor import EngineProcess, Supervised
 
+    process = EngineProcess(settings, socket_path, telemetry=telemetry)
+    return Supervised(_on_socket(settings, socket_path), process)
+
+
+def attend_engine(settings: EngineSettings, socket_path: Path) -> "Supervised":
+    """The backend of one `[[engines]]` table whose process belongs to our parent."""
+    from backends.attended import AttendedEngine
+    from backends.supervisor import Supervised
+
+    return Supervised(_on_socket(settings, socket_path), AttendedEngine(settings.name, socket_path))
+
+
+def _on_socket(settings: EngineSettings, socket_path: Path) -> "EngineServer":
     described = BackendSettings(
         name=settings.name,
         kind="engine",
         base_url=f"{egress.UNIX_SCHEME}{socket_path}",
         gpu=settings.gpu,
     )
-    process = EngineProcess(settings, socket_path, telemetry=telemetry)
-    return Supervised(_engine(described, None), process)
+    return _engine(described, None)
 
 
 def _openai(settings: BackendSettings, api_key: str | None) -> Backend:
@@ -63,6 +88,12 @@ def _openai(settings: BackendSettings, api_key: str | None) -> Backend:
         normalise=usage.from_openai,
         provider=provider_of(settings),
     )
+
+
+def _anthropic(settings: BackendSettings, api_key: str | None) -> Backend:
+    from backends.anthropic import Anthropic
+
+    return Anthropic(settings, api_key, _client(settings), provider=provider_of(settings))
 
 
 def _engine(settings: BackendSettings, api_key: str | None) -> "EngineServer":
@@ -95,11 +126,16 @@ def _client(settings: BackendSettings) -> Client:
 
 _PROVIDERS: Final[dict[BackendKind, str]] = {
     "openai": "openai",
+    "anthropic": "anthropic",
     "engine": ENGINE_PROVIDER,
     "scripted": "scripted",
 }
+_SPEAKS: Final[dict[BackendKind, frozenset[Surface]]] = {
+    "anthropic": frozenset({"messages", "count_tokens"}),
+}
 _FACTORIES: Final[dict[BackendKind, Factory]] = {
     "openai": _openai,
+    "anthropic": _anthropic,
     "engine": _engine,
     "scripted": _scripted,
 }

@@ -7,7 +7,11 @@ hold every token generated, written before the token is handed over.
 """
 
 import argparse
+import array
 import asyncio
+import base64
+import hashlib
+import math
 import os
 import socket
 import sys
@@ -29,6 +33,7 @@ from telemetry.record import Surface
 
 _encode = msgspec.json.encode
 _JSON: Final = "application/json"
+EMBEDDING_SIZE: Final = 16
 _SSE: Final = "text/event-stream; charset=utf-8"
 
 
@@ -108,6 +113,9 @@ class _Ask(Struct, frozen=True):
     model: str
     messages: list[_Message] | None = None
     prompt: Any = None
+    input: Any = None
+    dimensions: int | None = None
+    encoding_format: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
@@ -136,6 +144,8 @@ class Player:
             ask = msgspec.json.decode(body, type=_Ask)
         except wire.MALFORMED:
             return _error(400, "invalid_request_error", "invalid_body", "the body is no request")
+        if surface == "embeddings":
+            return self._embeddings(ask, request_id, fail)
         if (ask.messages if surface == "chat" else ask.prompt) is None:
             return _error(400, "invalid_request_error", "missing_prompt", "there is no prompt")
         if (ask.n or 1) not in range(1, 129):
@@ -147,6 +157,30 @@ class Player:
         if ask.stream:
             return Reply(200, {"content-type": _SSE}, part.streamed())
         return Reply(200, {"content-type": _JSON}, part.whole())
+
+    def _embeddings(self, ask: _Ask, request_id: str | None, fail: str) -> Reply:
+        """One vector an input, the same for the same text: no token is generated."""
+        texts = ask.input if isinstance(ask.input, list) else [ask.input]
+        if isinstance(ask.input, list) and all(isinstance(one, int) for one in texts):
+            texts = [ask.input]  # one text, as token ids
+        if fail != "never":
+            return _error(200, "server_error", "engine_error", "scripted failure")
+        tokens = sum(map(_words, texts))
+        entry = self.books.open(request_id or f"scripted-{self._requests}", tokens)
+        size = ask.dimensions or EMBEDDING_SIZE
+        data = [
+            {"object": "embedding", "index": index, "embedding": _vector(text, size, ask)}
+            for index, text in enumerate(texts)
+        ]
+        answer: dict[str, Any] = {"object": "list", "data": data, "model": ask.model}
+        if self.script.report_usage:
+            answer["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
+        entry.finished += 1
+        return Reply(200, {"content-type": _JSON}, self._after_first(_encode(answer)))
+
+    async def _after_first(self, body: bytes) -> AsyncIterator[bytes]:
+        await asyncio.sleep(self.script.first_token_s)
+        yield body
 
 
 class _Part:
@@ -303,6 +337,19 @@ def _words(content: object) -> int:
     return 1 if isinstance(content, int) else 0
 
 
+def _vector(text: object, size: int, ask: _Ask) -> list[float] | str:
+    """A unit vector that depends on the text alone."""
+    seed, raw = _encode(text), b""
+    while len(raw) < size:
+        raw += hashlib.sha256(seed + len(raw).to_bytes(4)).digest()
+    values = [byte - 127.5 for byte in raw[:size]]
+    length = math.sqrt(sum(value * value for value in values))
+    vector = array.array("f", (value / length for value in values))
+    if ask.encoding_format == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    return vector.tolist()
+
+
 def _failure(fail: str) -> Reply:
     if fail == "refuse":
         return _error(400, "invalid_request_error", "scripted_refusal", "the script refuses this")
@@ -369,9 +416,7 @@ class _PlayerClient:
         self._player = player
 
     async def send(self, request: Request, *, until: float) -> "_Played":
-        surface: Surface = (
-            "chat" if request.target.endswith(b"/chat/completions") else "completions"
-        )
+        surface = _SURFACES[request.target.decode()]
         request_id = dict(request.headers).get(b"x-request-id", b"").decode()
         return _Played(self._player.reply(surface, request.body, request_id or None))
 
@@ -407,12 +452,13 @@ Send = Callable[[Message], Awaitable[None]]
 _SURFACES: Final[dict[str, Surface]] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
 }
 
 
 class ScriptedApp:
-    """The same player as an ASGI app: /v1/chat/completions, /v1/completions, /v1/models, /health,
-    and /books (what each request id got, as JSON)."""
+    """The same player as an ASGI app: /v1/chat/completions, /v1/completions, /v1/embeddings,
+    /v1/models, /health, and /books (what each request id got, as JSON)."""
 
     def __init__(self, script: Script, *, api_key: str | None = None) -> None:
         self.player = Player(script)

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from backends.base import Timeouts
+from telemetry.record import Surface
 
-BackendKind = Literal["openai", "scripted", "engine"]
+BackendKind = Literal["openai", "anthropic", "scripted", "engine"]
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +67,14 @@ class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
 
+class Dialect(Struct, frozen=True, kw_only=True):
+    """What a backend understands as it is, and how the rest is said to it."""
+
+    speaks: frozenset[Surface] = frozenset({"chat", "completions", "embeddings"})
+    limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"  # of a chat
+    max_tokens: int = 4096  # where a limit must be said and the client gave none
+
+
 class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[backends]]` table."""
 
@@ -73,7 +82,11 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name used by routes.")
     ]
     kind: Annotated[
-        BackendKind, Meta(description="openai: any OpenAI-compatible server. engine: ours.")
+        BackendKind,
+        Meta(
+            description="openai: any OpenAI-compatible server. anthropic: any server with its "
+            "messages API. engine: ours."
+        ),
     ]
     base_url: Annotated[
         str | None,
@@ -84,6 +97,22 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Meta(description="Whose price list applies, e.g. openai, groq. Default: from the kind."),
     ] = None
+    surfaces: Annotated[
+        tuple[Surface, ...] | None,
+        Meta(
+            description="The APIs that it has itself, e.g. responses; the others are translated. "
+            "Absent: chat, completions and embeddings; for kind anthropic messages and "
+            "count_tokens."
+        ),
+    ] = None
+    default_max_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Output limit that is sent to an Anthropic model when the client of "
+            "another API gave none: there it must be said.",
+        ),
+    ] = 4096
     timeouts: Timeouts = Timeouts()
     max_concurrency: Annotated[
         int, Meta(ge=1, le=10_000, description="Connections to this backend at most.")
@@ -101,13 +130,24 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Guessing tokens ahead and checking several in one step. The text does not change by it."""
 
     method: Annotated[
-        Literal["off", "prompt_lookup"],
+        Literal["off", "prompt_lookup", "draft_model"],
         Meta(
             description="prompt_lookup: what followed the last tokens earlier in the same text. "
-            "It rests while its guesses fail. Only with native kernels."
+            "draft_model: what a second, faster model says. Either rests while its guesses fail. "
+            "Only with native kernels."
         ),
     ] = "prompt_lookup"
     max_tokens: Annotated[int, Meta(ge=1, le=16, description="Guesses in a step at most.")] = 6
+    draft_model: Annotated[
+        str | None,
+        Meta(
+            description="For draft_model: a model with the same vocabulary, by name or path. The "
+            "same one with other numbers (dtype = float32 here, auto there) will do."
+        ),
+    ] = None
+    draft_dtype: Annotated[
+        Literal["auto", "float32", "float16"], Meta(description="As dtype, of the draft model.")
+    ] = "auto"
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +161,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str, Meta(description="`smollm2-135m-instruct` (bundled) or the path of a GGUF file.")
     ] = "smollm2-135m-instruct"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where it runs.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(
+            description="Where it runs. auto: on the CPU. cuda needs a torch with CUDA; that path "
+            "is tested without a GPU and unmeasured on one."
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         Meta(

@@ -125,7 +125,9 @@ class SSEParser:
 
     def _dispatch(self, events: list[ServerEvent]) -> None:
         if self._data:
-            data = b"\n".join(self._data)
+            # The standard joins lines by a line end. What is in events here is JSON, where a line
+            # end can only be white space, and an event with one cannot be sent on as one line.
+            data = b" ".join(self._data)
             events.append(ServerEvent(data, self._event or "message", self._id))
             self._data.clear()
             self._data_bytes = 0

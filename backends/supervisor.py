@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import httpx
 from msgspec import Struct, structs
@@ -90,6 +90,12 @@ def engine_command(
     command += ["--kv-memory-gb", str(settings.kv_memory_gb)]
     command += ["--max-batch-size", str(settings.max_batch_size)]
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
+    command += ["--kernels", settings.kernels, "--step-target-s", str(settings.step_target_s)]
+    command.append("--prefix-cache" if settings.prefix_cache else "--no-prefix-cache")
+    guesses = settings.speculative
+    command += ["--speculative", guesses.method, "--draft-tokens", str(guesses.max_tokens)]
+    if guesses.draft_model is not None:
+        command += ["--draft-model", guesses.draft_model, "--draft-dtype", guesses.draft_dtype]
     if settings.threads is not None:
         command += ["--threads", str(settings.threads)]
     if settings.tool_calls != "auto":
@@ -356,6 +362,24 @@ def _kill(child: asyncio.subprocess.Process, sent: signal.Signals) -> None:
         os.killpg(child.pid, sent)
 
 
+class Keeper(Protocol):
+    """Whoever knows how an engine is: its owner's `EngineProcess`, or a worker's view of it."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def wait_checked(self, timeout_s: float) -> bool: ...
+
+    async def wait_ready(self, timeout_s: float) -> bool: ...
+
+    async def aclose(self) -> None: ...
+
+
 class Supervised:
     """A backend whose server is a supervised child: requests wait for it while it loads.
 
@@ -363,7 +387,7 @@ class Supervised:
     only for as long as for a connection, so that a fallback is tried soon."""
 
     def __init__(
-        self, backend: EngineServer, process: EngineProcess, *, clock: Clock | None = None
+        self, backend: EngineServer, process: Keeper, *, clock: Clock | None = None
     ) -> None:
         self.name = backend.name
         self.provider = backend.provider

@@ -55,6 +55,7 @@ Normalise = Callable[[bytes], Normalised | None]
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _encode = msgspec.json.encode
 _SPACE: Final = b" \t\r\n"
+_COMPLETES: Final = frozenset({"chat", "completions"})
 
 
 def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> bytes:
@@ -78,9 +79,9 @@ def upstream_body(request: ChatRequest, *, is_engine: bool, backend: str) -> byt
         changes["model"] = request.model
     if (bytes(fields.get("stream", b"false")) == b"true") != request.stream:
         changes["stream"] = request.stream
-    if request.stream:
+    if request.stream and request.surface in _COMPLETES:  # elsewhere usage comes unasked
         _ask_for_usage(fields, changes)
-    if is_engine:
+    if is_engine and request.surface in _COMPLETES:
         for key, value in (("cache_salt", request.cache_salt), ("priority", request.priority)):
             if value:
                 changes[key] = value
@@ -190,6 +191,7 @@ class AnswerReader:
         self._normalise = normalise
         self._usage_source = usage_source
         self._scrub = scrub
+        self.is_over = False  # such a stream ends with [DONE], which is no event
         self._finish_reasons: dict[int, str | None] = {}
         self._usage: bytes | None = None
         self._usage_chunk: bytes | None = None
@@ -214,7 +216,7 @@ class AnswerReader:
                 if delta is not None:
                     content_bytes += _message_bytes(delta)
                 elif choice.text:
-                    content_bytes += _text_bytes(choice.text)
+                    content_bytes += text_bytes(choice.text)
                 if choice.finish_reason is not None or choice.index not in self._finish_reasons:
                     self._finished(choice)
         return Chunk(data, content_bytes)
@@ -231,7 +233,7 @@ class AnswerReader:
             if choice.message is not None:
                 content_bytes += _message_bytes(choice.message)
             elif choice.text:
-                content_bytes += _text_bytes(choice.text)
+                content_bytes += text_bytes(choice.text)
             self._finished(choice)
         return Whole(data, content_bytes)
 
@@ -303,33 +305,33 @@ class AnswerReader:
 def _message_bytes(message: _Message) -> int:
     total = 0
     if message.content:
-        total += _text_bytes(message.content)
+        total += text_bytes(message.content)
     if message.reasoning_content:
-        total += _text_bytes(message.reasoning_content)
+        total += text_bytes(message.reasoning_content)
     elif message.reasoning:  # a second name for the same text
-        total += _text_bytes(message.reasoning)
+        total += text_bytes(message.reasoning)
     if message.refusal:
-        total += _text_bytes(message.refusal)
+        total += text_bytes(message.refusal)
     if message.tool_calls:
         for call in message.tool_calls:
             total += _function_bytes(call.function)
             if isinstance(call.custom, dict):
-                total += _text_bytes(call.custom.get("input"))
+                total += text_bytes(call.custom.get("input"))
     if message.function_call is not None:
         total += _function_bytes(message.function_call)
     return total
 
 
 def _function_bytes(function: _Function | None) -> int:
-    return 0 if function is None else _text_bytes(function.arguments)
+    return 0 if function is None else text_bytes(function.arguments)
 
 
-def _text_bytes(text: object) -> int:
+def text_bytes(text: object) -> int:
     """UTF-8 bytes of a string, or of the text parts of a content list."""
     if isinstance(text, str):
         return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     if isinstance(text, list):
-        return sum(_text_bytes(part.get("text")) for part in text if isinstance(part, dict))
+        return sum(text_bytes(part.get("text")) for part in text if isinstance(part, dict))
     return 0
 
 
@@ -353,6 +355,9 @@ class _ErrorBody(Struct, gc=False):
     param: Any = None
     code: Any = None
 
+
+# How Anthropic says it, which has no codes.
+_TOO_LONG: Final = ("prompt is too long", "input length and `max_tokens` exceed context limit")
 
 _REFUSED: Final = frozenset({400, 404, 413, 422, 451})
 _AUTH: Final = frozenset({401, 402, 403})
@@ -440,6 +445,9 @@ _STATUS_OF_WORD: Final = {
     "content_policy_violation": 400,
     "model_not_found": 404,
     "not_found_error": 404,
+    "request_too_large": 413,
+    "billing_error": 402,
+    "overloaded_error": 529,
     "NotFoundError": 404,
 }
 
@@ -462,6 +470,8 @@ def _refused(
     message = error.message
     if not isinstance(message, str) or not message.strip():
         message = "the upstream refuses this request"
+    if error.code is None and message.startswith(_TOO_LONG):
+        error.code = "context_length_exceeded"
     return BackendRefused(
         scrub(message)[:MESSAGE_CHARS],
         backend=backend,
@@ -490,6 +500,12 @@ def _error_object(body: bytes) -> _ErrorObject | None:
         return msgspec.json.decode(inner, type=_ErrorObject)
     except MALFORMED:
         return None
+
+
+def reason(error: Exception) -> str:
+    """What was wrong with JSON, in a few words."""
+    text = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return (text[:1].lower() + text[1:])[:FIELD_CHARS]
 
 
 # --- small values -----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "period": "period",
     "report": "report",
     "reconcile": "reconcile",
+    "slo": "slo",
     "explain": "explain",
     "engine": "engine",
 }

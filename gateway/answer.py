@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Self
 
-from backends.base import BackendError, BackendTruncated, Chunk, Final, Whole
+from backends.base import BackendError, BackendTruncated, Chunk, Final, Previous, Whole
 from gateway.call import Asked, Call
 from gateway.dispatch import Live, as_gateway_error, fail, outcome_of
 from gateway.errors import ClientGone, Draining, GatewayError, Internal
@@ -22,12 +22,24 @@ from telemetry.record import Outcome
 class Answer:
     """A begun answer and its open record. Enter it, read `events`, leave it: settled."""
 
-    def __init__(self, call: Call, asked: Asked, live: Live, record: OpenRecord) -> None:
+    def __init__(
+        self,
+        call: Call,
+        asked: Asked,
+        live: Live,
+        record: OpenRecord,
+        previous: Previous | None = None,
+    ) -> None:
         self.call = call
+        self.previous = previous
         self.asked = asked
         self.record = record
         self._live = live
         self._complete = False
+
+    @property
+    def backend(self) -> str:
+        return self._live.attempt.backend
 
     @property
     def headers(self) -> dict[str, str]:

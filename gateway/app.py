@@ -31,9 +31,11 @@ import migrations
 from backends import registry
 from backends.supervisor import EngineTelemetry, Supervised
 from gateway import secrets
-from gateway.api import completions, health, models, openapi, problems
+from gateway.api import completions, health, models, openapi, problems, responses
 from gateway.api.admin import create_admin_router
+from gateway.api.idempotency import Idempotency
 from gateway.api.reports import create_reports_router
+from gateway.api.shared_answers import SharedAnswers
 from gateway.auth import Admin, AdminKeyInvalid, Auth
 from gateway.budgets import LedgerSpend
 from gateway.config import Config, ConfigInvalid, check_references, resolve
@@ -41,12 +43,14 @@ from gateway.errors import GatewayError
 from gateway.health import Fault, Health, State
 from gateway.heartbeats import Heartbeats
 from gateway.keys import KeyRing, PepperInvalid
-from gateway.limits import Limits, MemoryStore, RedisStore, Slices
+from gateway.limits import CounterClient, Limits, MemoryStore, RedisStore, Slices
 from gateway.pipeline import Gateway
 from gateway.readiness import Readiness
 from gateway.refusals import Refusals
+from gateway.responses import ResponseStore
 from gateway.runtime import ConfigWatcher, RuntimeHolder
 from gateway.tenants import Tenants, tenant_names
+from gateway.workers import Place
 from telemetry import books, logs
 from telemetry import metrics as metric
 from telemetry.books import BackendPrices
@@ -137,14 +141,16 @@ async def open_service(
     config_path: Path | None = None,
     adapt: Callable[[Config], Config] = lambda written: written,
     clock: Clock | None = None,
+    place: Place | None = None,
 ) -> AsyncIterator[Service]:
     """Open all parts in order, close them in reverse. Raises StartupError.
 
-    `adapt` is what the command line changed of the file, and holds for a reloaded one too."""
+    `adapt` is what the command line changed of the file, and holds for a reloaded one too. `place`
+    is this worker's among several: engines, and counters without Redis, are then the parent's."""
     async with contextlib.AsyncExitStack() as stack:
         with _as_startup_errors():
             service = await _build(
-                config, environment, config_path, adapt, clock or SystemClock(), stack
+                config, environment, config_path, adapt, clock or SystemClock(), stack, place
             )
         yield service
 
@@ -156,26 +162,15 @@ async def _build(
     adapt: Callable[[Config], Config],
     clock: Clock,
     stack: contextlib.AsyncExitStack,
+    place: Place | None,
 ) -> Service:
     check_references(config, environment)
     data = Path(config.store.data_dir)
-    _check_folder(data)
-    sockets = Path(tempfile.mkdtemp(prefix="meterline-"))  # private, and short enough for a socket
-    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
-    engines: dict[str, Supervised] = {}
-    for settings in config.engines:
-        child = registry.build_engine(
-            settings,
-            sockets / f"{settings.name}.sock",
-            EngineTelemetry(
-                otlp_endpoint=config.telemetry.otlp_endpoint,
-                spans_file=spans_file(data, f"engine-{settings.name}"),
-            ),
-        )
-        stack.push_async_callback(child.aclose)
-        await child.process.start()
-        engines[settings.name] = child
-    await _check_engines(engines)  # first: what is wrong with a model must not leave a database
+    # First: what is wrong with a model must not leave a database.
+    if place is None:
+        engines = await start_engines(config, stack, private_folder(stack))
+    else:
+        engines = await _attend_engines(config, stack, place)
 
     url = resolve(config.database_url, environment)
     engine = open_engine(url)
@@ -224,7 +219,7 @@ async def _build(
     stack.push_async_callback(runtimes.aclose)
     limits = await _open_limits(
         config, environment, stack, node=wal.node, engine=engine, prices=prices,
-        runtimes=runtimes, clock=clock,
+        runtimes=runtimes, clock=clock, place=place,
     )  # fmt: skip
     ledger.observers.append(limits.settle)
     await stack.enter_async_context(_running(limits.run))
@@ -236,9 +231,26 @@ async def _build(
     await stack.enter_async_context(_running(Heartbeats(runtimes, engine, clock).run))
 
     gateway = Gateway(
-        runtimes=runtimes, auth=auth, limits=limits, ledger=ledger, refusals=Refusals(clock)
+        runtimes=runtimes,
+        auth=auth,
+        limits=limits,
+        ledger=ledger,
+        refusals=Refusals(clock),
+        responses=ResponseStore(engine, clock, lambda: runtimes.current.config.responses),
     )
     _watch(metrics, gateway, worker, runtimes)
+    shared_answers = None
+    if config.store.redis is not None:
+        redis = resolve(config.store.redis, environment)
+        shared_answers = SharedAnswers(redis, ttl_s=config.server.idempotency_ttl_s)
+        stack.push_async_callback(shared_answers.aclose)
+    idempotency = Idempotency(
+        clock,
+        ttl_s=config.server.idempotency_ttl_s,
+        most_bytes=config.server.idempotency_mb * 1_000_000,
+        shared=shared_answers,
+    )
+    stack.push_async_callback(idempotency.aclose)
     app = create_app(
         gateway=gateway,
         metrics=metrics,
@@ -246,6 +258,8 @@ async def _build(
         tenants=tenants,
         desk=Desk(engine, functools.partial(tenant_names, tenants)),
         readiness=Readiness(gateway=gateway, engines=engines, worker=worker),
+        place=place,
+        idempotency=idempotency,
     )
     return Service(
         app=app,
@@ -269,22 +283,28 @@ async def _open_limits(
     prices: Prices,
     runtimes: RuntimeHolder,
     clock: Clock,
+    place: Place | None,
 ) -> Limits:
-    """Counters in this process, or on the Redis that all replicas share."""
+    """Counters in this process, in the parent of several workers, or on the Redis that all
+    replicas share."""
     settings = config.limits
-    local = MemoryStore(clock)
-    shared = None
+    shared: RedisStore | None = None
+    siblings: CounterClient | None = None
     if config.store.redis is not None:
         shared = RedisStore(
             resolve(config.store.redis, environment),
             node=f"{platform.node()}/{node}/{new_span_id()}",
             budget_s=settings.store_budget_ms / 1000,
         )
+    elif place is not None and place.counters is not None:
+        siblings = CounterClient(Path(place.counters), budget_s=LOCAL_PATIENCE_S)
+        await stack.enter_async_context(siblings)
+    processes = 1 if place is None else len(place.targets)
     limits = Limits(
-        local if shared is None else shared,
+        shared or siblings or MemoryStore(clock),
         slices=Slices(MemoryStore(clock), settings.offline_share),
-        replicas=lambda: 1 if shared is None else shared.replicas,
-        is_up=lambda: shared is None or shared.is_up,
+        replicas=lambda: processes if shared is None else shared.replicas,
+        is_up=lambda: shared.is_up if shared is not None else siblings is None or siblings.is_up,
         spend=LedgerSpend(engine),
         prices=lambda: prices.book,
         provider_of=lambda name: runtimes.current.upstreams[name].backend.provider,
@@ -306,22 +326,32 @@ def create_app(
     tenants: Tenants,
     desk: Desk,
     readiness: Readiness,
+    idempotency: Idempotency,
+    place: Place | None = None,
 ) -> Litestar:
     """The HTTP face. Every route names in `opt["caller"]` who may call it."""
 
     def keep(config: AppConfig) -> AppConfig:
         config.state.gateway = gateway
+        config.state.idempotency = idempotency
         return config
 
     app = Litestar(
         route_handlers=[
             completions.chat,
             completions.completions,
+            completions.embeddings,
+            completions.responses,
+            completions.messages,
+            completions.count_tokens,
+            responses.read_response,
+            responses.delete_response,
             models.list_models,
             models.one_model,
             health.livez,
             health.readyz,
             health.metrics,
+            health.targets,
             create_admin_router(tenants, admin),
             create_reports_router(desk, admin),
         ],
@@ -329,7 +359,9 @@ def create_app(
             "gateway": Provide(lambda: gateway, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
             "admin": Provide(lambda: admin, sync_to_thread=False),
+            "responses": Provide(lambda: gateway.responses, sync_to_thread=False),
             "readiness": Provide(lambda: readiness, sync_to_thread=False),
+            "place": Provide(lambda: place, sync_to_thread=False),
         },
         exception_handlers={GatewayError: problems.handle, Exception: problems.handle},
         after_request=problems.stamp,
@@ -345,6 +377,52 @@ def create_app(
     )
     openapi.add_completions(app.openapi_schema)
     return app
+
+
+def private_folder(stack: contextlib.AsyncExitStack) -> Path:
+    """For sockets: nobody else's, and its path is short enough for one. Gone with the stack."""
+    folder = Path(tempfile.mkdtemp(prefix="meterline-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+async def start_engines(
+    config: Config, stack: contextlib.AsyncExitStack, sockets: Path
+) -> dict[str, Supervised]:
+    """The `[[engines]]` as children of this process. Raises StartupError for one that refuses."""
+    data = Path(config.store.data_dir)
+    _check_folder(data)
+    engines: dict[str, Supervised] = {}
+    for settings in config.engines:
+        child = registry.build_engine(
+            settings,
+            sockets / f"{settings.name}.sock",
+            EngineTelemetry(
+                otlp_endpoint=config.telemetry.otlp_endpoint,
+                spans_file=spans_file(data, f"engine-{settings.name}"),
+            ),
+        )
+        stack.push_async_callback(child.aclose)
+        await child.process.start()
+        engines[settings.name] = child
+    await _check_engines(engines)
+    return engines
+
+
+async def _attend_engines(
+    config: Config, stack: contextlib.AsyncExitStack, place: Place
+) -> dict[str, Supervised]:
+    _check_folder(Path(config.store.data_dir))
+    engines: dict[str, Supervised] = {}
+    for settings in config.engines:
+        socket_path = place.engines.get(settings.name)
+        if socket_path is None:
+            raise StartupError(f"engine {settings.name} is new: restart the whole gateway for it")
+        child = registry.attend_engine(settings, Path(socket_path))
+        stack.push_async_callback(child.aclose)
+        await child.process.start()
+        engines[settings.name] = child
+    return engines
 
 
 def _check_folder(data: Path) -> None:

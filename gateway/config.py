@@ -36,9 +36,26 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8080
+    workers: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Processes that share the port, for machines with cores."),
+    ] = 1
+    worker_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="With several workers: the first of as many further ports in a row, one a "
+            "worker, where each one's /metrics is; 0 picks free ones. /metrics/targets lists them.",
+        ),
+    ] = 0
     max_body_mb: Annotated[
         int, Meta(ge=1, le=1024, description="Largest request body, megabytes (10^6 bytes).")
     ] = 32
+    body_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Seconds that a request's body may take, and one more per 16 KB."),
+    ] = 30.0
     admin_key: Annotated[
         str | None,
         Meta(
@@ -56,6 +73,12 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest life of a request, seconds, all attempts included.")
     ] = 600.0
+    idempotency_ttl_s: Annotated[
+        float, Meta(gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
+    ] = 3600.0
+    idempotency_mb: Annotated[
+        int, Meta(ge=1, description="Megabytes of such answers that a process keeps at most.")
+    ] = 64
     ping_s: Annotated[
         float,
         Meta(ge=0, description="Silent seconds in a stream until a comment is sent; 0: never."),
@@ -91,7 +114,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None
 
 
-Need = Literal["tools", "json_schema", "logprobs", "n"]
+Need = Literal["tools", "json_schema", "json_object", "logprobs", "n", "embeddings", "completions"]
 
 
 class TargetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +168,18 @@ class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1.0
 
 
+class ResponseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long and how much of `/v1/responses` is kept for `previous_response_id`."""
+
+    keep_days: Annotated[
+        float, Meta(gt=0, le=3650, description="Days that a stored response can be used.")
+    ] = 30.0
+    tenant_mb: Annotated[
+        int,
+        Meta(ge=0, description="Megabytes kept for one tenant; the oldest go first. 0: none."),
+    ] = 64
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -156,6 +191,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     health: HealthSettings = HealthSettings()
     limits: LimitSettings = LimitSettings()
     budgets: BudgetSettings = BudgetSettings()
+    responses: ResponseSettings = ResponseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @property
@@ -258,11 +294,13 @@ def _meaning_problems(config: Config) -> list[str]:
         names.add(name)
     for index, backend in enumerate(config.backends):
         where = f"backends[{index}]"
-        if backend.kind in ("openai", "engine"):
+        if backend.kind in ("openai", "anthropic", "engine"):
             if backend.base_url is None:
                 problems.append(f"{where}.base_url: missing, kind `{backend.kind}` needs it")
             elif not backend.base_url.startswith(("http://", "https://", "unix://")):
                 problems.append(f"{where}.base_url: must start with http://, https:// or unix://")
+        if backend.surfaces is not None and not backend.surfaces:
+            problems.append(f"{where}.surfaces: at least one is needed")
         if backend.script is not None and backend.kind != "scripted":
             problems.append(f"{where}.script: only for kind `scripted`")
         if backend.api_key is not None and not is_reference(backend.api_key):

@@ -12,8 +12,10 @@ from functools import partial
 import msgspec
 from msgspec import Struct
 
+from backends import translate
 from backends.base import (
     Backend,
+    BackendCannot,
     BackendError,
     BackendFailed,
     BackendProtocol,
@@ -28,6 +30,7 @@ from backends.base import (
     Final,
     Timeouts,
 )
+from backends.settings import Dialect
 from gateway.errors import (
     BadRequest,
     BodyTooLarge,
@@ -55,6 +58,7 @@ class Upstream(Struct, frozen=True):
 
     backend: Backend
     timeouts: Timeouts
+    dialect: Dialect = Dialect()
 
 
 class Live(Struct, frozen=True):
@@ -101,15 +105,18 @@ async def first_success(
                 reason=_reason(failure, turns),
             )
             timeouts = within(upstream.timeouts, record.remaining_s())
-            events = upstream.backend.chat(request(target, attempt, timeouts))
+            asked = request(target, attempt, timeouts)
+            events = translate.ask(upstream.backend, upstream.dialect, asked)
             try:
                 held = await _until_content(events, target.backend)
             except BackendError as error:
                 fail(attempt, error, record.now_ns())
-                if timeouts is upstream.timeouts or not _is_total(error):
-                    health.failed(target, error)
-                else:
+                if timeouts is not upstream.timeouts and _is_total(error):
                     health.gave_up(target)  # the request's life was short, not the backend slow
+                elif isinstance(error, BackendCannot):
+                    health.gave_up(target)  # it was not asked
+                else:
+                    health.failed(target, error)
                 if not _may_go_elsewhere(error):
                     raise as_gateway_error(error) from error
                 failure = error
@@ -122,7 +129,10 @@ async def first_success(
                 await _close(events)
                 raise
             else:
-                health.succeeded(target)
+                if translate.is_asked(asked, upstream.dialect):
+                    health.succeeded(target)
+                else:
+                    health.gave_up(target)  # the answer is ours
                 failed = partial(health.failed, target)
                 return Live(upstream.backend, attempt, held, events, failed)
         if attempts is None or left <= 0 or not again:

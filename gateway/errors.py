@@ -8,9 +8,12 @@ GatewayError
 ├─ ModelUnknown         404
 ├─ NotFound             404  anything else that is not there
 ├─ MethodNotAllowed     405
+├─ RequestTimeout       408  the client was too slow in sending its request
 ├─ Conflict             409
 ├─ BodyTooLarge         413
+├─ IdempotencyMismatch  422  the key was used with another body (409 would be retried)
 ├─ UnsupportedMedia     415
+├─ HeadersTooLarge      431
 ├─ Draining             503  shutting down
 ├─ LedgerUnavailable    503  the write-ahead log cannot take an intent: nothing is admitted
 ├─ StoreUnavailable     503  the database cannot be reached (admin writes, unknown keys)
@@ -114,6 +117,14 @@ class MethodNotAllowed(GatewayError):
         self.allowed = allowed
 
 
+class RequestTimeout(GatewayError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+    outcome = Outcome.CLIENT_ERROR
+    retryable = True
+
+
 class Conflict(GatewayError):
     status = 409
     type = "invalid_request_error"
@@ -128,10 +139,24 @@ class BodyTooLarge(GatewayError):
     outcome = Outcome.CLIENT_ERROR
 
 
+class IdempotencyMismatch(GatewayError):
+    status = 422
+    type = "invalid_request_error"
+    code = "idempotency_key_reused"
+    outcome = Outcome.CLIENT_ERROR
+
+
 class UnsupportedMedia(GatewayError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+    outcome = Outcome.CLIENT_ERROR
+
+
+class HeadersTooLarge(GatewayError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
     outcome = Outcome.CLIENT_ERROR
 
 

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-from backends.base import ChatRequest, Timeouts
+from backends.base import ChatRequest, Previous, Timeouts
 from gateway.answer import Answer, settling
 from gateway.auth import Auth, Caller
 from gateway.call import Asked, Call
@@ -13,6 +13,7 @@ from gateway.dispatch import first_success
 from gateway.errors import BadRequest, Draining, LedgerUnavailable, Unauthenticated
 from gateway.limits import Limits
 from gateway.refusals import Refusals
+from gateway.responses import ResponseStore
 from gateway.routing import Route, Target, capable, plan
 from gateway.runtime import Runtime, RuntimeHolder
 from gateway.stopping import ask_to_stop
@@ -32,12 +33,14 @@ class Gateway:
         limits: Limits,
         ledger: Ledger,
         refusals: Refusals,
+        responses: ResponseStore,
     ) -> None:
         self.runtimes = runtimes
         self.auth = auth
         self.limits = limits
         self.ledger = ledger
         self.refusals = refusals
+        self.responses = responses
         self.draining = False
         self._dice = random.Random()  # noqa: S311  (weights, not secrets)
 
@@ -63,6 +66,8 @@ class Gateway:
                 asked = call.parse()
                 self._asked(record, asked)
                 route = runtime.route(asked.model, caller)
+                previous = await self._previous(caller, asked)
+                asked = asked.going_on_from(previous)
                 targets = plan(_capable(route, asked), self._dice.random(), health.is_usable)
             with record.stage("admit"):
                 await self.limits.admit(call, caller, asked, targets)
@@ -72,14 +77,33 @@ class Gateway:
                 targets,
                 runtime.upstreams,
                 lambda target, attempt, timeouts: _request(
-                    call, asked, record, runtime, target, attempt, timeouts
+                    call, asked, record, runtime, previous, target, attempt, timeouts
                 ),
                 record,
                 health,
                 attempts=route.attempts,
                 dice=self._dice.random,
             )
-        return Answer(call, asked, live, record)
+        return Answer(call, asked, live, record, previous)
+
+    async def remember(self, answer: Answer, response: bytes) -> None:
+        """Keep a complete answer that its client may go on from. It is settled already."""
+        tenant_id, backend = answer.record.data.tenant_id, answer.backend
+        upstream = self.runtimes.current.upstreams.get(backend)
+        knows_it = upstream is not None and "responses" in upstream.dialect.speaks
+        if tenant_id is not None:
+            await self.responses.keep(
+                tenant_id,
+                body=answer.call.body,
+                previous=answer.previous,
+                backend=backend if knows_it else None,
+                response=response,
+            )
+
+    async def _previous(self, caller: Caller, asked: Asked) -> Previous | None:
+        if asked.previous is None:
+            return None
+        return await self.responses.recall(caller.tenant_id, asked.previous)
 
     def _sampled(self, runtime: Runtime) -> bool:
         share = runtime.config.telemetry.sampling
@@ -113,6 +137,15 @@ class Gateway:
         record.data.output_limit = asked.output_limit
 
 
+# Where a need comes from, if not from the field of its name.
+_PARAMS = {
+    "json_schema": "response_format",
+    "json_object": "response_format",
+    "embeddings": "model",
+    "completions": "model",
+}
+
+
 def _capable(route: Route, asked: Asked) -> Sequence[Target]:
     """The targets that can do what is asked. Raises BadRequest if none can."""
     targets = capable(route.targets, asked.needs)
@@ -121,7 +154,7 @@ def _capable(route: Route, asked: Asked) -> Sequence[Target]:
         raise BadRequest(
             f"No backend of the model '{route.model}' supports all that this request needs: "
             f"{', '.join(sorted(asked.needs))}.",
-            param="response_format" if need == "json_schema" else need,
+            param=_PARAMS.get(need, need),
             code="unsupported_parameter",
         )
     return targets
@@ -132,6 +165,7 @@ def _request(
     asked: Asked,
     record: OpenRecord,
     runtime: Runtime,
+    previous: Previous | None,
     target: Target,
     attempt: Attempt,
     timeouts: Timeouts,
@@ -146,4 +180,7 @@ def _request(
         request_id=data.request_id,
         traceparent=trace_context.write(data.trace_id, attempt.span_id, sampled=data.sampled),
         cache_salt=runtime.salt(data.tenant_id),
+        created_s=record.now_ns() // 1_000_000_000,
+        vendor_headers=call.vendor_headers,
+        previous=previous,
     )

@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from backends.base import Backend, Timeouts
-from backends.settings import BackendSettings
+from backends.registry import dialect
+from backends.settings import BackendSettings, Dialect
 from gateway.auth import Caller
 from gateway.config import COLD, Config, ConfigInvalid, load, resolve
 from gateway.dispatch import Upstream
@@ -64,6 +65,8 @@ class Runtime:
 
 
 def routes_of(config: Config) -> dict[str, Route]:
+    """What each route's targets cannot do: what the config says, and what their backends lack."""
+    dialects = {settings.name: dialect(settings) for settings in config.backends}
     return {
         route.model: Route(
             route.model,
@@ -72,7 +75,7 @@ def routes_of(config: Config) -> dict[str, Route]:
                     target.backend,
                     target.model or route.model,
                     target.weight,
-                    frozenset(target.lacks),
+                    frozenset(target.lacks) | _lacks(dialects.get(target.backend, Dialect())),
                 )
                 for target in route.targets
             ),
@@ -80,6 +83,14 @@ def routes_of(config: Config) -> dict[str, Route]:
         )
         for route in config.routes
     }
+
+
+def _lacks(dialect: Dialect) -> frozenset[str]:
+    """What a backend's API has no words for, whatever its model can do."""
+    lacks = {name for name in ("embeddings", "completions") if name not in dialect.speaks}
+    if not dialect.speaks & {"chat", "responses"}:
+        lacks |= {"n", "logprobs", "json_object"}
+    return frozenset(lacks)
 
 
 class RuntimeHolder:
@@ -134,7 +145,7 @@ class RuntimeHolder:
             if name not in built or built[name][2] is not backend
         ]
         upstreams = {
-            name: Upstream(backend, settings.timeouts)
+            name: Upstream(backend, settings.timeouts, dialect(settings))
             for name, (settings, _, backend) in built.items()
         }
         upstreams |= {name: Upstream(engine, Timeouts()) for name, engine in self._engines.items()}

@@ -6,9 +6,11 @@ with its path before anything is spent.
 Reference: https://platform.openai.com/docs/api-reference/chat and …/completions.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
+
+MAX_MESSAGES = 8192  # four times what the real API takes
 
 Json = Any
 Positive = Annotated[int, Meta(ge=1)]
@@ -50,7 +52,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
 class ChatBody(Sampling, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -67,6 +69,82 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
     suffix: str | None = None
 
 
+class EmbeddingsBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`. Input is text, token ids, or a list of either."""
+
+    model: str
+    input: (
+        Annotated[str, Meta(min_length=1)]
+        | Annotated[list[str | int | list[int]], Meta(min_length=1, max_length=100_000)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+class Turn(Struct, frozen=True):
+    """One message of the messages API; its content is passed on unread."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Raw]]
+
+
+class Metadata(Struct, frozen=True):
+    user_id: str | None = None
+
+
+class CountBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`.
+    Reference: https://docs.claude.com/en/api/messages-count-tokens."""
+
+    model: str
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: str | list[dict[str, Raw]] | None = None
+    tools: list[dict[str, Raw]] | None = None
+    output_config: dict[str, Raw] | None = None
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """`POST /v1/messages`. Reference: https://docs.claude.com/en/api/messages."""
+
+    max_tokens: Positive
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+
+
+class TextOptions(Struct, frozen=True):
+    format: dict[str, Raw] | None = None
+
+
+class ResponsesBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/responses`.
+    Reference: https://platform.openai.com/docs/api-reference/responses."""
+
+    model: str
+    input: str | Annotated[list[dict[str, Raw]], Meta(min_length=1)]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Positive | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    conversation: Json = None
+    tools: list[dict[str, Raw]] | None = None
+    text: TextOptions | None = None
+    top_logprobs: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+Body = ChatBody | CompletionBody | EmbeddingsBody | MessagesBody | CountBody | ResponsesBody
+
+
 class Model(Struct, frozen=True, kw_only=True):
     """One entry of `GET /v1/models`."""
 
@@ -79,6 +157,22 @@ class Model(Struct, frozen=True, kw_only=True):
 class ModelList(Struct, frozen=True, kw_only=True):
     data: list[Model]
     object: str = "list"
+
+
+class AnthropicModel(Struct, frozen=True, kw_only=True):
+    """One entry of the list as Anthropic's clients read it."""
+
+    id: str
+    display_name: str
+    created_at: str
+    type: str = "model"
+
+
+class AnthropicModelList(Struct, frozen=True, kw_only=True):
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class Problem(Struct, frozen=True, kw_only=True):

@@ -2,8 +2,11 @@
 
 from alembic import context
 
+from gateway.responses import StoredResponseRow
 from gateway.tenants import TenantBase
 from telemetry.tables import LedgerBase
+
+assert StoredResponseRow.metadata is TenantBase.metadata  # imported, so that it is declared
 
 # All tables of the product: the tenants' (the gateway's) and the ledger's.
 context.configure(

@@ -27,6 +27,11 @@ def new_key_id(now_ns: int | None = None) -> KeyId:
     return KeyId(_uuid7(now_ns))
 
 
+def minted_ms(request_id: str) -> int:
+    """When an id was made, Unix milliseconds."""
+    return int(request_id[:8] + request_id[9:13], 16)
+
+
 def _uuid7(now_ns: int | None) -> str:
     """48 bits of Unix milliseconds, 74 random bits: they sort by time."""
     ms = (time.time_ns() if now_ns is None else now_ns) // 1_000_000

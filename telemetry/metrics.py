@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as render_o
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from telemetry.record import FAILURES, Attempt, Outcome, RequestRecord
+from telemetry.record import FAILURES, SURFACE_PATHS, Attempt, Outcome, RequestRecord
 from telemetry.usage import BUCKETS, UsageQuality, UsageSource
 
 log = logging.getLogger("meterline.metrics")
@@ -101,7 +101,7 @@ class Metric(Struct, frozen=True, kw_only=True):
 MODEL = Label("model", cap=200)  # the model that a backend was asked for; `none` if none was
 PROVIDER = Label("provider", cap=30)
 NODE = Label("node", cap=50)
-ROUTE = Label("route", values=("chat", "completions"))
+ROUTE = Label("route", values=tuple(SURFACE_PATHS))
 STREAM = Label("stream", values=("true", "false"))
 OUTCOME = Label("outcome", values=tuple(Outcome))
 COUNTS_AGAINST_SLO = Label("counts_against_slo", values=("true", "false"))

@@ -7,7 +7,7 @@ All `*_ns` are nanoseconds since the Unix epoch, taken from one monotonic clock 
 
 from decimal import Decimal
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct, field
 
@@ -16,7 +16,16 @@ from telemetry.timings import DeviceTime as DeviceTime
 from telemetry.timings import Timings as Timings
 from telemetry.usage import Usage, UsageQuality, UsageSource
 
-Surface = Literal["chat", "completions"]
+Surface = Literal["chat", "completions", "embeddings", "responses", "messages", "count_tokens"]
+# Where each is asked for, here and, below the version, at a backend.
+SURFACE_PATHS: Final[dict[Surface, str]] = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+}
 AttemptReason = Literal["primary", "retry", "fallback", "hedge"]
 
 

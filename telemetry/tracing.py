@@ -28,7 +28,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from telemetry import genai, trace_context
 from telemetry.ids import new_span_id
 from telemetry.money import EXACT, plain
-from telemetry.record import FAILURES, Attempt, Outcome, RequestRecord, Stage
+from telemetry.record import FAILURES, SURFACE_PATHS, Attempt, Outcome, RequestRecord, Stage
 from telemetry.redaction import mask
 
 log = logging.getLogger("meterline.spans")
@@ -38,8 +38,7 @@ Kind = Literal["server", "client", "internal"]
 
 MAX_TEXT = 256  # characters of one attribute
 
-_OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion"}
-_PATHS: Mapping[str, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_OPERATIONS: Mapping[str, str] = {"completions": "text_completion", "embeddings": "embeddings"}
 
 
 class SpanEvent(Struct, frozen=True, gc=False):
@@ -127,7 +126,7 @@ def error_type(outcome: Outcome | None, status: int | None) -> str | None:
 
 
 def _root_span(record: RequestRecord, ended_ns: int) -> SpanData:
-    path = _PATHS[record.surface]
+    path = SURFACE_PATHS[record.surface]
     return SpanData(
         name=f"POST {path}",
         kind="server",
@@ -175,7 +174,7 @@ def _stage_span(record: RequestRecord, no: int, stage: Stage, ended_ns: int) -> 
 
 
 def _attempt_span(record: RequestRecord, attempt: Attempt, ended_ns: int) -> SpanData:
-    operation = _OPERATIONS[record.surface]
+    operation = _OPERATIONS.get(record.surface, "chat")
     start_ns, end_ns = _within(
         record,
         ended_ns,

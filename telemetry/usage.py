@@ -128,6 +128,29 @@ class EngineReport(OpenAIReport, frozen=True, kw_only=True):
     meterline: Timings | None = None
 
 
+class ResponsesInputDetails(Struct, frozen=True, kw_only=True):
+    """A subset of input_tokens."""
+
+    cached_tokens: Count = None
+    cache_write_tokens: Count = None
+
+
+class ResponsesOutputDetails(Struct, frozen=True, kw_only=True):
+    """A subset of output_tokens."""
+
+    reasoning_tokens: Count = None
+
+
+class ResponsesReport(Struct, frozen=True, kw_only=True):
+    """`usage` of OpenAI's Responses API: the counts of its chat, under other names."""
+
+    input_tokens: Count = None
+    output_tokens: Count = None
+    total_tokens: Count = None
+    input_tokens_details: ResponsesInputDetails | None = None
+    output_tokens_details: ResponsesOutputDetails | None = None
+
+
 class CacheCreation(Struct, frozen=True, kw_only=True):
     """Anthropic's split of cache_creation_input_tokens by lifetime."""
 
@@ -169,6 +192,7 @@ Report = TypeVar("Report", bound=Struct)
 _openai = msgspec.json.Decoder(OpenAIReport)
 _engine = msgspec.json.Decoder(EngineReport)
 _anthropic = msgspec.json.Decoder(AnthropicReport)
+_responses = msgspec.json.Decoder(ResponsesReport)
 _carrier = msgspec.json.Decoder(_Carrier)
 
 
@@ -201,6 +225,26 @@ def from_engine(report: EngineReport | bytes | Raw) -> Normalised | None:
     if timings is not None and _is_nonsense(timings):
         timings = None
     return _cut_openai(decoded, timings)
+
+
+def from_responses(report: ResponsesReport | bytes | Raw) -> Normalised | None:
+    """Cut a report of the Responses API. None if it has no totals, or cannot be read."""
+    decoded = _read(report, _responses)
+    if decoded is None:
+        return None
+    inside = decoded.input_tokens_details or ResponsesInputDetails()
+    outside = decoded.output_tokens_details or ResponsesOutputDetails()
+    return from_openai(
+        OpenAIReport(
+            prompt_tokens=decoded.input_tokens,
+            completion_tokens=decoded.output_tokens,
+            total_tokens=decoded.total_tokens,
+            prompt_tokens_details=PromptDetails(
+                cached_tokens=inside.cached_tokens, cache_write_tokens=inside.cache_write_tokens
+            ),
+            completion_tokens_details=CompletionDetails(reasoning_tokens=outside.reasoning_tokens),
+        )
+    )
 
 
 def from_anthropic(report: AnthropicReport | bytes | Raw) -> Normalised | None:

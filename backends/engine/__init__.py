@@ -3,6 +3,7 @@
 Read `engine.py` for the step loop, `scheduler.py` for who computes next, `account.py` for what a
 step costs whom. `server`, `wire` and `render` are the API; `chat`, `tools` and `toolcalls` what is
 said to the model and how its calls are read; `guided` what it may say; `kv` what is kept between
-requests, `spec` guesses at what follows, `native/step.cpp` the arithmetic. Only `attention`,
-`model`, `runner` and `sampler` know torch.
+requests, `spec` and `draft` guesses at what follows, `native/step.cpp` the arithmetic, `gpu/` the
+same on a GPU, `bench` and `roofline` how fast it is and could be. Only `attention`, `bench`,
+`draft`, `gpu/`, `model`, `roofline`, `runner` and `sampler` know torch.
 """

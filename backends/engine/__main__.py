@@ -4,6 +4,7 @@ Also the command behind `meterline engine serve`, and what the gateway starts as
 """
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,24 @@ from telemetry.logs import LogFormat
 @click.option(
     "--max-batch-tokens", default=512, type=click.IntRange(min=64), help="New tokens in a step."
 )
+@click.option(
+    "--step-target-s", default=0.25, type=click.FloatRange(min=0, min_open=True),
+    help="Seconds that a step should take while answers are being generated.",
+)  # fmt: skip
+@click.option(
+    "--speculative", default="prompt_lookup",
+    type=click.Choice(["off", "prompt_lookup", "draft_model"]),
+    help="Guess tokens ahead and check them in one step; the text stays the same.",
+)  # fmt: skip
+@click.option(
+    "--draft-tokens", default=6, type=click.IntRange(1, 16),
+    help="Guesses in a step at most.",
+)  # fmt: skip
+@click.option("--draft-model", help="A second model with the same vocabulary, for draft_model.")
+@click.option(
+    "--draft-dtype", default="auto", type=click.Choice(["auto", "float32", "float16"]),
+    help="As --dtype, of the draft model.",
+)  # fmt: skip
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: physical cores.")
 @click.option(
     "--tool-calls", default="auto", help="How the model writes tool calls; auto: by its template.",
@@ -78,7 +97,7 @@ def main(
 ) -> None:
     """Serve one model over the OpenAI API."""
     try:
-        given = msgspec.convert(settings, EngineSettings)
+        given = settings_of(settings)
     except msgspec.ValidationError as error:
         sys.stderr.write(f"meterline engine: {error}\n")
         sys.exit(2)
@@ -97,6 +116,20 @@ def main(
         exit_with_parent=exit_with_parent,
     )
     sys.exit(status)
+
+
+def settings_of(options: Mapping[str, object]) -> EngineSettings:
+    """Of the options with the names of settings. Raises msgspec.ValidationError."""
+    guesses = {
+        field: options[option]
+        for option, field in (
+            ("speculative", "method"), ("draft_tokens", "max_tokens"),
+            ("draft_model", "draft_model"), ("draft_dtype", "draft_dtype"),
+        )
+    }  # fmt: skip
+    names = set(EngineSettings.__struct_fields__) - {"speculative"}
+    table = {name: value for name, value in options.items() if name in names}
+    return msgspec.convert({**table, "speculative": guesses}, EngineSettings)
 
 
 def _say(name: str, address: str) -> None:

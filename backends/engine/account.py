@@ -125,9 +125,10 @@ def charge(
     are modelled picoseconds, so that the split is done in integers."""
     work = [Work(row.count, row.context, row.logits_rows) for row in rows]
     weights: list[int] = []
-    for item, share, wrong in zip(work, shares(work, model), rejected, strict=True):
+    for row, item, share, wrong in zip(rows, work, shares(work, model), rejected, strict=True):
         wasted_s = min(share.model_s, wasted(item, wrong, model))
-        parts_s = (share.model_s - wasted_s, wasted_s, share.sampling_s)
+        wasted_s += row.drafting_s * wrong / max(1, len(row.drafts))
+        parts_s = (share.model_s + row.drafting_s - wasted_s, wasted_s, share.sampling_s)
         weights += [round(seconds * 1e12) for seconds in parts_s]
     parts = split(step_us, weights)
     result = []
@@ -161,6 +162,12 @@ def draft_price(decodes: int, model: CostModel) -> float:
     # While compute hides behind the weight stream, a draft still takes sampling and attention.
     extra_s = model.body_token_s + model.head_row_s + model.sample_row_s
     return min(1.0, extra_s * decodes / step_s)
+
+
+def drafting_price(decodes: int, draft: CostModel, model: CostModel) -> float:
+    """What one guess of a second model costs each, as a part of a step of so many decodes."""
+    work = [Work(1, 1, 1)] * decodes
+    return stand_alone_s(work, draft) / stand_alone_s(work, model)
 
 
 def wall_phase(rows: Sequence[Row]) -> WallPhase:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import BinaryIO, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from backends.engine.account import (
     CostModel,
@@ -25,6 +25,7 @@ from backends.engine.account import (
     calibrate,
     charge,
     draft_price,
+    drafting_price,
     prompt_room,
     wall_phase,
 )
@@ -33,7 +34,7 @@ from backends.engine.kv import BLOCK_TOKENS, BlockPool, blocks_for, chain_root
 from backends.engine.scheduler import Scheduler
 from backends.engine.seeds import lane_seed
 from backends.engine.spans import Emit, phase_spans
-from backends.engine.spec import Proposer
+from backends.engine.spec import Pace, Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.swap import Rate, SwapSpace
 from backends.engine.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ from backends.engine.types import (
     Clocks,
     Delta,
     Done,
+    Drafter,
     Failed,
     FinishReason,
     Job,
@@ -134,7 +136,7 @@ class Stream:
         self._arrived.set()
 
 
-class Pace:
+class Tempo:
     """How fast it goes, measured as it goes. Written by the engine thread, read by the front."""
 
     def __init__(self, token_s: float) -> None:
@@ -212,6 +214,7 @@ class Engine:
         self._prefix_cache = prefix_cache
         self._max_drafts = max_drafts
         self._step_target_s = step_target_s
+        self._has_drafter = False
         self._epoch_ns = clock.now_ns() - clock.monotonic_ns()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
@@ -226,7 +229,7 @@ class Engine:
         self.state = State.LOADING
         self.failure: BaseException | None = None
         self.facts: ModelFacts | None = None
-        self.pace = Pace(0.0)
+        self.pace = Tempo(0.0)
         self.swap: SwapSpace | None = None
         self.step_clock = StepClock(clock)
         self.stats = Stats()
@@ -337,13 +340,15 @@ class Engine:
             self._refuse_queued()
             return
         self.facts = runner.facts
-        self.pace = Pace(costs.body_token_s)
+        self.pace = Tempo(costs.body_token_s)
         self.swap = swap
+        self._has_drafter = runner.drafter is not None
         self._scheduler = Scheduler(
             pool,
             max_batch_size=self._max_batch_size,
             max_batch_tokens=self._max_batch_tokens,
-            draft_price=lambda decodes: draft_price(decodes, costs),
+            draft_price=lambda decodes: _guess_price(decodes, costs, runner.drafter),
+            drafter=runner.drafter,
             prompt_room=lambda decodes: prompt_room(decodes, costs, self._step_target_s),
             compute_s=lambda tokens: tokens * self.pace.token_s.seconds,
             swap=swap,
@@ -452,7 +457,8 @@ class Engine:
     ) -> Choice:
         request = job.request
         root = None
-        if self.facts is not None and self._prefix_cache:
+        is_scored = request.sampling.prompt_logprobs is not None  # it computes all of its prompt
+        if self.facts is not None and self._prefix_cache and not is_scored:
             # The weights of this process never change: epoch 0.
             root = chain_root(model=self.facts.identity, epoch=0, salt=request.cache_salt)
         return Choice(
@@ -465,16 +471,16 @@ class Engine:
             decoder=self._tokenizer.decoder(request.shown),
             stops=StopMatcher(request.stop),
             root=root,
-            leader=leader,
-            proposer=self._proposer(request),
+            leader=None if is_scored else leader,
+            proposer=self._proposer(),
         )
 
-    def _proposer(self, request: JobRequest) -> Proposer | None:
+    def _proposer(self) -> Proposer | Pace | None:
         """Only where checking several tokens at once gives the same numbers as one by one."""
         is_strict = self.facts is not None and self.facts.is_strict
-        if not (self._max_drafts and is_strict and request.sampling.is_stateless):
+        if not (self._max_drafts and is_strict):
             return None
-        return Proposer(self._max_drafts)
+        return Pace(self._max_drafts) if self._has_drafter else Proposer(self._max_drafts)
 
     def is_end(self, token: int) -> bool:
         return token in self._tokenizer.end_tokens
@@ -713,7 +719,7 @@ class _StepLoop:
         else:
             sequence.entries.add(choice)
             text = sequence.text_of(choice.token)
-            if sequence.guide is not None and sequence.guide.is_over:
+            if sequence.is_complete:
                 finish = FinishReason.STOP
             elif sequence.n_output >= sequence.max_tokens:
                 finish = FinishReason.LENGTH
@@ -746,6 +752,9 @@ class _StepLoop:
         )
 
     def _say(self, sequence: Choice, delta: Delta) -> None:
+        if sequence.scores is not None and not sequence.is_scored_told:
+            sequence.is_scored_told = True
+            delta = structs.replace(delta, prompt=tuple(sequence.scores))
         self._outbox.setdefault(sequence.job.job_id, []).append(delta)
 
     def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:
@@ -773,6 +782,12 @@ def _returned(sequence: Choice, now_ns: int) -> None:
     if sequence.left_ns:
         sequence.job.clocks.away.append(Away(sequence.left_as, sequence.left_ns, now_ns))
         sequence.left_ns = 0
+
+
+def _guess_price(decodes: int, costs: CostModel, drafter: Drafter | None) -> float:
+    """Of a guess, drafted and checked, as a part of a step without any."""
+    price = draft_price(decodes, costs)
+    return price if drafter is None else price + drafting_price(decodes, drafter.costs, costs)
 
 
 def _rejected(row: Row, choice: Outcome) -> int:

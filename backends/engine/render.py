@@ -251,7 +251,7 @@ class Renderer:
                 index=delta.index,
                 message=self._message(delta) if self._is_chat else UNSET,
                 text=UNSET if self._is_chat else self._echo(delta.index) + delta.text,
-                logprobs=self._logprobs(delta.index, delta.choices),
+                logprobs=self._logprobs(delta.index, self._prompt_entries(delta) + delta.choices),
                 finish_reason=delta.finish and self._finish(delta.index, delta.finish),
             )
             for delta in merged
@@ -273,7 +273,8 @@ class Renderer:
         return shown
 
     def _completion_chunk(self, delta: Delta) -> bytes:
-        logprobs = self._logprobs(delta.index, delta.choices)
+        entries = self._prompt_entries(delta) + delta.choices
+        logprobs = self._logprobs(delta.index, entries)
         return self._chunk(
             Choice(
                 index=delta.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish
@@ -302,6 +303,15 @@ class Renderer:
             return {"content": [self._chat_entry(choice) for choice in choices], "refusal": None}
         return self._completion_logprobs(index, choices)
 
+    def _prompt_entries(self, delta: Delta) -> tuple[TokenChoice, ...]:
+        """Those of the echoed text: a begin token that we put before it is not part of it."""
+        prompt = delta.prompt
+        bos = self._tokenizer.bos
+        if prompt and bos is not None and prompt[0].token == bos:
+            is_said = self._echo(delta.index).startswith(_text(self._tokenizer.token_bytes(bos)))
+            return prompt if is_said else prompt[1:]
+        return prompt
+
     def _chat_entry(self, choice: TokenChoice) -> Json:
         best = [self._chat_token(item.token, item.logprob) for item in choice.best]
         return self._chat_token(choice.token, choice.logprob) | {"top_logprobs": best}
@@ -320,7 +330,9 @@ class Renderer:
             "tokens": [_text(self._tokenizer.token_bytes(choice.token)) for choice in choices],
             "token_logprobs": [choice.logprob for choice in choices],
             "top_logprobs": [
-                {_text(self._tokenizer.token_bytes(b.token)): b.logprob for b in choice.best}
+                None
+                if choice.logprob is None
+                else {_text(self._tokenizer.token_bytes(b.token)): b.logprob for b in choice.best}
                 for choice in choices
             ],
             "text_offset": offsets,
@@ -352,6 +364,7 @@ def _merged(deltas: Sequence[Delta]) -> Delta:
         index=deltas[0].index,
         text="".join(delta.text for delta in deltas),
         choices=tuple(choice for delta in deltas for choice in delta.choices),
+        prompt=deltas[0].prompt,
         finish=deltas[-1].finish,
     )
 

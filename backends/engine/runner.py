@@ -15,13 +15,14 @@ import torch
 
 from backends.engine.errors import StartFailed
 from backends.engine.gguf import GgufFile
+from backends.engine.guided import GuideFailed
 from backends.engine.model import Model, PackedLinear
 from backends.engine.native.library import Library, Toolchain, Unavailable, load
 from backends.engine.native.model import NativeModel, check_shape, weight_struct
 from backends.engine.native.packing import Dtype, Part, pack
-from backends.engine.sampler import sample
+from backends.engine.sampler import sample, score
 from backends.engine.shape import ModelShape, read_shape
-from backends.engine.types import ModelFacts, Outcome, Row, StepResult, TokenChoice
+from backends.engine.types import Drafter, ModelFacts, Outcome, Row, StepResult, TokenChoice
 
 Kernels = Literal["auto", "native", "torch"]
 
@@ -58,45 +59,53 @@ class CpuRunner:
         tools: Toolchain | None = None,
     ) -> None:
         library, reason = _library(file, kernels, dtype, tools)
-        self._decoder: Decoder
+        self.decoder: Decoder
         if library is None:
             if dtype == "float16":
                 raise StartFailed(f"dtype = float16 needs the compiled kernels: {reason}")
             torch.set_num_threads(threads)
-            self._decoder = Model(file, kv_blocks=kv_blocks)
+            self.decoder = Model(file, kv_blocks=kv_blocks)
             formats = "float32"
         else:
             torch.set_num_threads(1)  # it only samples
             native = NativeModel(file, library, kv_blocks=kv_blocks, threads=threads, dtype=dtype)
-            self._decoder = _Native(native)
+            self.decoder = _Native(native)
             formats = "+".join(native.formats)
         name = "torch" if library is None else "compiled"
         self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
-        self.facts = _facts(file, self._decoder, kv_blocks, f"{name}/{formats}")
-        self.read_block, self.write_block = self._decoder.read_block, self._decoder.write_block
+        self.facts = facts_of(file.header_digest, self.decoder, kv_blocks, f"{name}/{formats}")
+        self.read_block, self.write_block = self.decoder.read_block, self.decoder.write_block
+        self.drafter: Drafter | None = None
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
-            self._decoder.copy_block(source, target)
+            self.decoder.copy_block(source, target)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> StepResult:
-        logits, known = self._decoder.logits(rows)
-        best: Sequence[int | None] = [None] * len(logits) if known is None else known
-        started_ns = time.perf_counter_ns()
-        choices: list[Outcome] = []
-        at = 0
-        for row in rows:
-            mine = range(at, at + row.logits_rows)
-            at = mine.stop
-            if row.drafts:
-                choices.append(_confirmed(logits, best, row, mine))
-            elif row.needs_token:
-                choices.append(_sampled(logits[mine[0]], row, best[mine[0]]))
-            else:
-                choices.append(None)
-        return StepResult(choices, time.perf_counter_ns() - started_ns)
+        return step_of(self.decoder, rows)
+
+
+def step_of(decoder: Decoder, rows: Sequence[Row]) -> StepResult:
+    """Compute the rows and choose what is due."""
+    logits, known = decoder.logits(rows)
+    best: Sequence[int | None] = [None] * len(logits) if known is None else known
+    started_ns = time.perf_counter_ns()
+    choices: list[Outcome] = []
+    at = 0
+    for row in rows:
+        mine = range(at, at + row.logits_rows)
+        at = mine.stop
+        if row.is_scored:
+            choices.append(_scored(logits, row, mine))
+        elif row.drafts:
+            choices.append(_confirmed(logits, best, row, mine))
+        elif row.needs_token:
+            choices.append(sampled(logits[mine[0]], row, best[mine[0]]))
+        else:
+            choices.append(None)
+    return StepResult(choices, time.perf_counter_ns() - started_ns)
 
 
 class _Native:
@@ -168,14 +177,29 @@ def _best_us(work: Callable[[], object]) -> float:
     return min(took)
 
 
-def _sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | Exception:
+def sampled(logits: torch.Tensor, row: Row, best: int | None) -> TokenChoice | Exception:
     sampling = row.sequence.job.request.sampling
     if best is not None and best >= 0 and sampling.takes_best:
         return TokenChoice(best)
     try:
-        return sample(logits, row.sequence)
+        return sample(logits.cpu(), row.sequence)
     except (ArithmeticError, RuntimeError, IndexError, ValueError) as error:
         return error  # this sequence fails; its neighbours do not
+
+
+def _scored(logits: torch.Tensor, row: Row, mine: range) -> Outcome:
+    """Note how likely the prompt's next tokens were; at its end, choose one."""
+    sequence = row.sequence
+    count = sequence.job.request.sampling.prompt_logprobs
+    assert count is not None and sequence.scores is not None, "only such rows come here"
+    first = len(sequence.scores) - 1  # after a preemption some are known
+    known = sequence.tokens[max(row.start, first) + 1 : min(row.context + 1, sequence.n_prompt)]
+    begin = mine.start + max(row.start, first) - row.start
+    try:
+        sequence.scores += score(logits[begin : begin + len(known)].cpu(), known, count)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        return error
+    return sampled(logits[mine[-1]], row, None) if row.needs_token else None
 
 
 def _confirmed(
@@ -183,22 +207,36 @@ def _confirmed(
 ) -> tuple[TokenChoice, ...] | Exception:
     """Choose token after token, as long as the choice is what was guessed."""
     confirmed: list[TokenChoice] = []
+    failure: Exception | None = None
+    assumed = 0  # appended for the next choice to see, and taken back
     for at, draft in zip(mine, (*row.drafts, None), strict=True):
-        choice = _sampled(logits[at], row, best[at])
+        choice = sampled(logits[at], row, best[at])
         if isinstance(choice, Exception):
-            if not confirmed:
-                return choice
-            break  # it fails in the next step, when this token is its turn
+            failure = choice  # with some confirmed it fails in the next step, at its own turn
+            break
         confirmed.append(choice)
         if choice.token != draft:
             break
-    return tuple(confirmed)
+        try:
+            row.sequence.append(choice.token)
+        except GuideFailed as error:
+            failure = error
+            break
+        assumed += 1
+        if row.sequence.is_complete:
+            break
+    row.sequence.unsay(assumed)
+    if confirmed:
+        return tuple(confirmed)
+    assert failure is not None, "the first one was chosen or failed"
+    return failure
 
 
-def _facts(file: GgufFile, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
+def facts_of(digest: str, decoder: Decoder, kv_blocks: int, formats: str) -> ModelFacts:
+    """`digest` names the weights, `formats` how they are computed with."""
     shape = decoder.shape
     return ModelFacts(
-        identity=f"{file.header_digest}/{formats}/kv-float32",
+        identity=f"{digest}/{formats}/kv-float32",
         body_params=shape.body_params,
         head_params=shape.head_params,
         weight_bytes=decoder.weight_bytes / (shape.body_params + shape.head_params),

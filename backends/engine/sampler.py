@@ -9,6 +9,7 @@ same text whatever was drawn for others in between.
 """
 
 import math
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
@@ -38,6 +39,13 @@ def sample(logits: torch.Tensor, sequence: Sequence) -> TokenChoice:
     if sampling.logprobs is None:
         return TokenChoice(token)
     return _with_logprobs(token, logits, sampling.logprobs)
+
+
+def score(logits: torch.Tensor, tokens: SequenceOf[int], count: int) -> list[TokenChoice]:
+    """How likely each token was: the i-th of `logits` (n, vocab) is what stood before the i-th."""
+    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        raise LogitsInvalid("the model produced numbers that are not finite")
+    return [_with_logprobs(token, row, count) for row, token in zip(logits, tokens, strict=True)]
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -31,10 +31,12 @@ from msgspec import Struct
 
 from backends.engine.kv import BLOCK_TOKENS, BlockPool, blocks_for, extend_chain
 from backends.engine.shares import Shares
+from backends.engine.spec import Pace
 from backends.engine.swap import Saved
-from backends.engine.types import Row, Sequence
+from backends.engine.types import Drafter, Guesses, Row, Sequence
 
 AGE_STEPS = 512
+SCORED_TOKENS = 64  # of a prompt that is scored, in one step
 FARTHEST = 8  # levels between two classes count as no more than that
 STAY_STEPS = 16  # in which who came back from a preemption is not preempted again for a better one
 
@@ -68,6 +70,7 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         draft_price: Callable[[int], float] = lambda decodes: 1.0,
+        drafter: Drafter | None = None,
         prompt_room: Callable[[int], int] | None = None,
         compute_s: Callable[[int], float] = lambda tokens: tokens * 1e-3,
         swap: Swap | None = None,
@@ -79,6 +82,7 @@ class Scheduler:
         self._draft_price = draft_price
         self._compute_s = compute_s
         self._swap = swap
+        self._drafter = drafter
         self.pool = pool
         self.shares = Shares()
         self.waiting: list[Sequence] = []  # sorted by _rank
@@ -110,6 +114,8 @@ class Scheduler:
                 self.shares.leave(sequence)
         self.pool.release(sequence.blocks)
         self._forget_saved(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
 
     def computed(self, sequence: Sequence, n_computed: int) -> None:
         """A step is over: `tokens[:n_computed]` are in its blocks. Those that are full can be
@@ -202,24 +208,49 @@ class Scheduler:
         return back_s / max(1, self._gives(sequence))
 
     def _decodes(self, preempted: list[Sequence]) -> list[Row]:
-        rows: list[Row] = []
-        decodes = sum(sequence.is_decoding for sequence in self.running)
-        room = self._max_batch_tokens - decodes
+        decoding: list[Sequence] = []
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.is_decoding:
                 continue  # preempted for one before it, or still at its prompt
             if self._grow(sequence, preempted):
-                drafts = self._drafts(sequence, room, decodes)
-                room -= len(drafts)
-                rows.append(Row(sequence, sequence.n_computed, 1 + len(drafts), drafts))
+                decoding.append(sequence)
+        rows: list[Row] = []
+        for sequence, guesses in zip(decoding, self._guesses(decoding), strict=True):
+            drafts = self._with_blocks(sequence, guesses.tokens)
+            count = 1 + len(drafts)
+            rows.append(Row(sequence, sequence.n_computed, count, drafts, guesses.drafting_s))
         return rows
 
-    def _drafts(self, sequence: Sequence, room: int, decodes: int) -> tuple[int, ...]:
-        """Guesses to check beside its token, if blocks are free for them."""
-        limit = min(room, sequence.max_tokens - sequence.n_output - 1)
-        if sequence.proposer is None or limit < 1:
+    def _guesses(self, decoding: list[Sequence]) -> list[Guesses]:
+        """What to check beside their next tokens; a second model is asked once for all."""
+        if not decoding:
+            return []
+        price = self._draft_price(len(decoding))
+        room = self._max_batch_tokens - len(decoding)
+        found: dict[int, Guesses] = {}
+        asked: list[tuple[Sequence, int]] = []
+        for sequence in decoding:
+            limit = min(room, sequence.max_tokens - sequence.n_output - 1)
+            proposer = sequence.proposer
+            if proposer is None or limit < 1:
+                continue
+            if isinstance(proposer, Pace):
+                count = proposer.wanted(limit, price)
+                if count:
+                    asked.append((sequence, count))
+            else:
+                found[id(sequence)] = Guesses(proposer.propose(sequence.tokens, limit, price))
+                count = len(found[id(sequence)].tokens)
+            room -= count
+        if asked and self._drafter is not None:
+            for (sequence, _), guesses in zip(asked, self._drafter.draft(asked), strict=True):
+                found[id(sequence)] = guesses
+        return [found.get(id(sequence), Guesses()) for sequence in decoding]
+
+    def _with_blocks(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that blocks are free for."""
+        if not drafts:
             return ()
-        drafts = sequence.proposer.propose(sequence.tokens, limit, self._draft_price(decodes))
         missing = blocks_for(sequence.n_computed + 1 + len(drafts)) - len(sequence.blocks)
         if missing > 0:
             spare = self.pool.free - len(self.running)
@@ -383,6 +414,8 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 def _chunk(sequence: Sequence, budget: int) -> Row:
     """What is computed again and what is new are never in one row: they are charged apart."""
     count = min(budget, sequence.n_pending)
+    if sequence.scores is not None:  # a row of logits for each token
+        count = min(count, SCORED_TOKENS)
     if sequence.n_computed < sequence.high_water:
         count = min(count, sequence.high_water - sequence.n_computed)
     return Row(sequence, sequence.n_computed, count)

@@ -29,10 +29,11 @@ from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
 from backends.engine.swap import file_in
+from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Runner
 from backends.engine.weights import BUNDLED_NAME, open_weights
 from backends.engine.wire import Limits, Parser
-from backends.settings import EngineSettings
+from backends.settings import EngineSettings, Speculative
 from telemetry import logs
 from telemetry.clock import Clock, SystemClock
 from telemetry.tracing import FileSink, OtlpSink, SpanExport
@@ -104,9 +105,7 @@ def build(
 ) -> Built:
     """Check the model file and compose the engine. Raises StartFailed; takes no torch. Compiled
     kernels are kept in `cache`."""
-    if settings.device == "cuda":
-        raise StartFailed("device = cuda: this engine runs on a CPU; use cpu or auto")
-    if settings.dtype == "bfloat16":
+    if settings.dtype == "bfloat16" and settings.device != "cuda":
         raise StartFailed("dtype = bfloat16: a CPU without it is slow at it; use auto")
     clock = clock or SystemClock()
     speculative = settings.speculative
@@ -115,10 +114,15 @@ def build(
     shape = read_shape(file)
     words = tokenizer.from_gguf(file)
     template = chat.from_gguf(file, words)
-    blocks = pool_blocks(shape, settings.kv_memory_gb)
+    draft = _draft_file(speculative, words)
+    memory_gb = settings.kv_memory_gb
+    if draft is not None:  # both keep as many tokens
+        of_both = shape.kv_token_bytes + read_shape(draft).kv_token_bytes
+        memory_gb *= shape.kv_token_bytes / of_both
+    blocks = pool_blocks(shape, memory_gb)
     context = min(shape.context, blocks * BLOCK_TOKENS)
     engine = Engine(
-        load=lambda: _load(file, blocks, settings, cache),
+        load=lambda: _load(file, draft, words, blocks, settings, cache),
         tokenizer=words,
         clock=clock,
         emit=emit,
@@ -263,8 +267,34 @@ async def _until_orphaned(parent: int | None, told_to_stop: asyncio.Event) -> No
     told_to_stop.set()
 
 
-def _load(file: GgufFile, blocks: int, settings: EngineSettings, cache: Path) -> Runner:
+def _draft_file(speculative: Speculative, words: Tokenizer) -> GgufFile | None:
+    """Raises StartFailed for a model that speaks of other tokens."""
+    if speculative.method != "draft_model":
+        return None
+    if speculative.draft_model is None:
+        raise StartFailed("speculative.method = draft_model needs speculative.draft_model")
+    file = open_weights(speculative.draft_model)
+    theirs = tokenizer.from_gguf(file)
+    same = theirs.size == words.size and all(
+        theirs.token_bytes(token) == words.token_bytes(token) for token in range(words.size)
+    )
+    if not same:
+        raise StartFailed(f"{file.path}: the draft model has another vocabulary than the model")
+    return file
+
+
+def _load(
+    file: GgufFile,
+    draft: GgufFile | None,
+    words: Tokenizer,
+    blocks: int,
+    settings: EngineSettings,
+    cache: Path,
+) -> Runner:
     # Imported here and not above: torch takes seconds, and only the engine thread needs it.
+    if settings.device == "cuda":
+        return _load_on_gpu(file, blocks, settings)
+    from backends.engine.draft import DraftModel
     from backends.engine.runner import CpuRunner
 
     runner = CpuRunner(
@@ -275,6 +305,28 @@ def _load(file: GgufFile, blocks: int, settings: EngineSettings, cache: Path) ->
         kernels=settings.kernels,
         tools=Toolchain.of_this_machine(cache),
     )
+    sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
+    if draft is not None:
+        second = CpuRunner(
+            draft,
+            kv_blocks=blocks,
+            threads=settings.threads or default_threads(),
+            dtype=settings.speculative.draft_dtype,
+            kernels=settings.kernels,
+            tools=Toolchain.of_this_machine(cache),
+        )
+        runner.drafter = DraftModel(second.decoder, second.facts, words)
+        sys.stderr.write(f"meterline engine: {settings.name} drafts with {second.summary}\n")
+    return runner
+
+
+def _load_on_gpu(file: GgufFile, blocks: int, settings: EngineSettings) -> Runner:
+    import torch
+
+    from backends.engine.gpu.runner import open_on
+
+    named = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    runner = open_on(file, "cuda", getattr(torch, named), kv_blocks=blocks)
     sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")
     return runner
 

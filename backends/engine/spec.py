@@ -1,18 +1,20 @@
-"""Guess the next tokens of a sequence from its own text, so that one step can confirm several.
+"""Whether and how far to guess the next tokens of a sequence, so that one step confirms several.
 
-A guess costs nothing but its check: where the last tokens occurred before, what followed them then
-may follow now. The check is exact: at each guess the sampler chooses as it would have without one,
-with the same random number, and the first choice that differs ends the run. So the text, sampled
-or greedy, is the same with and without guesses. No torch.
+Guesses come from the sequence's own text (`Proposer`: where the last tokens occurred before, what
+followed them then may follow now) or from a second model (`draft.py`, at the `Pace` found here).
+The check is exact: at each guess the sampler chooses as it would have without one, with the same
+random number, and the first choice that differs ends the run. So the text, sampled or greedy, is
+the same with and without guesses, whoever made them. No torch.
 
-Guesses that fail cost device time, so a `Proposer` watches how many came true and stops guessing
-while it does not pay, with a fresh try after a pause that grows.
+Guesses that fail cost device time, so both watch how many came true and stop guessing while it
+does not pay, with a fresh try after a pause that grows.
 """
 
 from collections.abc import Sequence
 
 NGRAMS = (4, 3, 2)  # the longest is looked up first
 _MEMORY = 0.7  # of the share of guesses that came true
+_FADING = 0.85  # of what was learnt, a guess
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 128  # steps
 
 
@@ -75,3 +77,42 @@ class Proposer:
                     last, _ = self._places.get(key, (0, 0))
                     self._places[key] = (end, last)
         self._indexed = len(tokens)
+
+
+class Pace:
+    """How many tokens a second model should guess for one sequence, by how often it was right."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._right, self._tried = 3.0, 4.0  # guesses, fading
+        self._pause = 0
+        self._next_pause = _FIRST_PAUSE
+
+    def wanted(self, limit: int, price: float) -> int:
+        """At most `limit`. `price`: what one guess costs, drafted and checked, as a part of a step
+        without any."""
+        if self._pause > 0:
+            self._pause -= 1
+            return 0
+        chance = self._right / self._tried
+        best, best_gain = 0, 1.0
+        expected = 1.0  # tokens of a step: one, and each guess if all before it came true
+        for count in range(1, self._most + 1):
+            expected += chance**count
+            gain = expected / (1 + count * price)
+            if gain > best_gain:
+                best, best_gain = count, gain
+        if best == 0:
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+            self._right, self._tried = min(0.9, price + 0.1), 1.0  # one more try after it
+        return min(best, limit)
+
+    def learn(self, guessed: int, came_true: int) -> None:
+        """How the last guesses went. Those behind the first wrong one were not put to the test."""
+        tried = min(guessed, came_true + 1)
+        kept = _FADING**tried
+        self._right = kept * self._right + came_true
+        self._tried = kept * self._tried + tried
+        if came_true == guessed:
+            self._next_pause = _FIRST_PAUSE

@@ -5,15 +5,18 @@ A `Job` is one request; it has one `Sequence` per choice. The engine thread alon
 
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct, field
 
 from backends.engine.guided import Guide
-from backends.engine.spec import Proposer
+from backends.engine.spec import Pace, Proposer
 from backends.engine.stops import StopMatcher
 from backends.engine.swap import Saved
 from backends.engine.tokenizer import TextDecoder
+
+if TYPE_CHECKING:
+    from backends.engine.account import CostModel
 
 
 class FinishReason(StrEnum):
@@ -34,6 +37,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k best
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     is_guided: bool = False  # the sequence's guide says which tokens may be drawn
 
     @property
@@ -44,12 +48,6 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def takes_best(self) -> bool:
         """Whether the largest logit is all there is to know."""
         return self.is_greedy and self.is_plain and self.logprobs is None
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether a choice does not change what the next is chosen from, beside the text."""
-        no_penalty = self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
-        return no_penalty and self.repetition_penalty == 1.0 and not self.is_guided
 
     @property
     def is_plain(self) -> bool:
@@ -192,10 +190,10 @@ class Sequence:
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "counts", "credit_us", "decoder", "draws",
-        "entries", "finish", "guide", "high_water", "index", "job", "joined", "keys", "leader",
-        "left_as", "left_ns", "max_tokens", "n_computed", "n_prompt", "n_published",
-        "preemptions", "priority", "proposer", "root", "saved", "seed", "seen", "stops", "tenant",
-        "tokens",
+        "entries", "finish", "guide", "high_water", "index", "is_scored_told", "job", "joined",
+        "keys", "leader", "left_as", "left_ns", "max_tokens", "n_computed", "n_prompt",
+        "n_published", "preemptions", "priority", "proposer", "root", "saved", "scores", "seed",
+        "seen", "stops", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -211,7 +209,7 @@ class Sequence:
         stops: StopMatcher,
         root: bytes | None = None,
         leader: "Sequence | None" = None,
-        proposer: Proposer | None = None,
+        proposer: Proposer | Pace | None = None,
     ) -> None:
         self.job = job
         self.index = index
@@ -243,6 +241,10 @@ class Sequence:
         self.decoder = decoder
         self.stops = stops
         self.entries = Entries()
+        is_scored = job.request.sampling.prompt_logprobs is not None
+        # Of the prompt's tokens; the first has nothing before it.
+        self.scores: list[TokenChoice] | None = [TokenChoice(self.tokens[0])] if is_scored else None
+        self.is_scored_told = False
         self.finish: FinishReason | None = None
         guide = job.request.guide
         self.guide = None if guide is None else guide.fork()
@@ -267,6 +269,23 @@ class Sequence:
         if self.guide is not None:
             self.guide.advance(token)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its guide lets nothing follow but an end."""
+        return self.guide is not None and self.guide.is_over
+
+    def unsay(self, count: int) -> None:
+        """Take the last tokens back, as if they had never been appended: they were a guess."""
+        for _ in range(count):
+            token = self.tokens.pop()
+            self.counts[token] -= 1
+            if not self.counts[token]:
+                del self.counts[token]
+                if token not in self.tokens[: self.n_prompt]:
+                    self.seen.discard(token)
+        if self.guide is not None:
+            self.guide.rollback(count)
+
     def text_of(self, token: int) -> str:
         """What may be sent now that this token came."""
         return self._matched(self.decoder.feed(token))
@@ -282,12 +301,14 @@ class Sequence:
 
 class Row(Struct, frozen=True):
     """What one sequence computes in one step: `tokens[start : start + count]`. The last ones may
-    be `drafts`: guesses at what follows its known tokens, checked in the same step."""
+    be `drafts`: guesses at what follows its known tokens, checked in the same step. A second model
+    may have worked `drafting_s` on them, as modelled."""
 
     sequence: Sequence
     start: int
     count: int
     drafts: tuple[int, ...] = ()
+    drafting_s: float = 0.0
 
     @property
     def context(self) -> int:
@@ -304,8 +325,15 @@ class Row(Struct, frozen=True):
         return [*known, *self.drafts] if self.drafts else known
 
     @property
+    def is_scored(self) -> bool:
+        """Whether each of its tokens says how likely the next one of the prompt was."""
+        return self.sequence.scores is not None and self.start < self.sequence.n_prompt
+
+    @property
     def logits_rows(self) -> int:
-        """Of the last computed tokens: one more than there are drafts."""
+        """Of the last computed tokens: one more than there are drafts; of a scored prompt, all."""
+        if self.is_scored:
+            return self.count
         return 1 + len(self.drafts) if self.needs_token else 0
 
     @property
@@ -344,10 +372,32 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_strict: bool = False  # a token's numbers do not depend on how it is computed
 
 
+class Guesses(Struct, frozen=True):
+    """What a second model thinks comes next, and its share of that model's time, as modelled."""
+
+    tokens: tuple[int, ...] = ()
+    drafting_s: float = 0.0
+
+
+class Drafter(Protocol):
+    """A second, smaller model. Used by the engine thread alone."""
+
+    costs: "CostModel"
+
+    def draft(self, asked: SequenceOf[tuple[Sequence, int]]) -> list[Guesses]:
+        """For each sequence at most so many tokens that may follow its own."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is over. Idempotent."""
+        ...
+
+
 class Runner(Protocol):
     """The device side. Used by the engine thread alone."""
 
     facts: ModelFacts
+    drafter: Drafter | None
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """Copy keys and values between blocks of the pool: (from, to)."""
@@ -370,6 +420,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     index: int
     text: str
     choices: tuple[TokenChoice, ...] = ()  # with logprobs asked: the tokens it came from
+    prompt: tuple[TokenChoice, ...] = ()  # in a choice's first delta, if that was asked for
     finish: FinishReason | None = None
 
 

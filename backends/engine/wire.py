@@ -4,8 +4,8 @@ Everything a client can send is checked here, before the engine thread sees it. 
 ignored, as OpenAI-compatible servers do; a known field that would change the answer and is not
 supported is refused, because ignoring it would be a lie.
 Shapes: https://platform.openai.com/docs/api-reference/chat/create and …/completions/create;
-`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt`, `guided_*` as in
-vLLM.
+`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `priority`, `cache_salt`, `guided_*`,
+`structured_outputs` as in vLLM.
 """
 
 import math
@@ -50,6 +50,17 @@ class JsonSchemaFormat(Struct, frozen=True):
 class ResponseFormat(Struct, frozen=True):
     type: str
     json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """As in vLLM since 0.11; one of them."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    structural_tag: Unused | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -102,6 +113,7 @@ class _Body(Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     functions: list[Unused] | None = None
 
 
@@ -230,8 +242,6 @@ class Parser:
             raise RequestInvalid("tools need /v1/chat/completions", param="tools")
         if body.suffix:
             raise RequestInvalid("suffix is not supported by this engine", param="suffix")
-        if body.echo and body.logprobs is not None:
-            raise RequestInvalid("echo cannot give the prompt's logprobs", param="echo")
         wanted = body.n or 1
         if body.best_of is not None and body.best_of < wanted:
             raise RequestInvalid("best_of is at least n", param="best_of")
@@ -249,7 +259,12 @@ class Parser:
             traceparent=traceparent,
         )
         if body.echo:
-            ask = structs.replace(ask, echoes=tuple(map(self._echo, prompts)))
+            scored = structs.replace(ask.job.sampling, prompt_logprobs=body.logprobs)
+            ask = structs.replace(
+                ask,
+                echoes=tuple(map(self._echo, prompts)),
+                job=structs.replace(ask.job, sampling=scored),
+            )
         if is_choosy:
             ranked = structs.replace(ask.job.sampling, logprobs=body.logprobs or 0)
             ask = structs.replace(ask, best=wanted, job=structs.replace(ask.job, sampling=ranked))
@@ -550,23 +565,37 @@ def _constraint(body: _Body) -> Constraint | None:
     found: list[Constraint] = []
     if body.response_format is not None:
         found += _formatted(body.response_format)
-    if body.guided_json is not None:
-        schema = body.guided_json
-        text = schema if isinstance(schema, str) else _json(schema)
-        found.append(Constraint("json", text, "guided_json"))
-    if body.guided_regex is not None:
-        found.append(Constraint("regex", body.guided_regex, "guided_regex"))
-    if body.guided_grammar is not None:
-        found.append(Constraint("grammar", body.guided_grammar, "guided_grammar"))
-    if body.guided_choice is not None:
-        if not all(body.guided_choice) or not body.guided_choice:
-            raise RequestInvalid("texts to choose from are not empty", param="guided_choice")
-        found.append(guided.choice(body.guided_choice, "guided_choice"))
+    older = StructuredOutputs(
+        body.guided_json, body.guided_regex, body.guided_grammar, body.guided_choice
+    )
+    found += _structured(older, "guided_")
+    if body.structured_outputs is not None:
+        found += _structured(body.structured_outputs, "structured_outputs.")
     if len(found) > 1:
         raise RequestInvalid(
             f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param
         )
     return found[0] if found else None
+
+
+def _structured(wanted: StructuredOutputs, prefix: str) -> list[Constraint]:
+    found = []
+    if wanted.json is not None:
+        text = wanted.json if isinstance(wanted.json, str) else _json(wanted.json)
+        found.append(Constraint("json", text, f"{prefix}json"))
+    if wanted.json_object:
+        found.append(Constraint("json", '{"type": "object"}', f"{prefix}json_object"))
+    if wanted.regex is not None:
+        found.append(Constraint("regex", wanted.regex, f"{prefix}regex"))
+    if wanted.grammar is not None:
+        found.append(Constraint("grammar", wanted.grammar, f"{prefix}grammar"))
+    if wanted.choice is not None:
+        if not all(wanted.choice) or not wanted.choice:
+            raise RequestInvalid("texts to choose from are not empty", param=f"{prefix}choice")
+        found.append(guided.choice(wanted.choice, f"{prefix}choice"))
+    if wanted.structural_tag is not None:
+        raise RequestInvalid("not supported by this engine", param=f"{prefix}structural_tag")
+    return found
 
 
 def _formatted(wanted: ResponseFormat) -> list[Constraint]:

@@ -1,4 +1,4 @@
-"""The two routes that generate: `/v1/chat/completions` and `/v1/completions`.
+"""The routes that a model answers: chat, completions, embeddings, responses, messages.
 
 They are plain ASGI below the framework: the answer's scope must close whatever the socket does,
 and a streamed chunk passes here thousands of times a second.
@@ -13,20 +13,19 @@ from typing import Any
 from litestar import asgi
 from litestar.types import Receive, Scope, Send
 
-from backends.base import BackendError, Final, Whole
+from backends.base import BackendError, Chunk, Final, Whole
 from gateway.answer import Answer
-from gateway.api import problems
+from gateway.api import bodies, idempotency, problems
+from gateway.api.voices import Voice, voice_of
+from gateway.auth import read_credential
 from gateway.call import Call, Presence
 from gateway.dispatch import as_gateway_error
 from gateway.errors import (
-    BadRequest,
-    BodyTooLarge,
     ClientGone,
     Draining,
     GatewayError,
     Internal,
     MethodNotAllowed,
-    UnsupportedMedia,
 )
 from gateway.pipeline import Gateway
 from gateway.stopping import REPORT_S
@@ -36,7 +35,7 @@ from telemetry.record import Surface
 
 log = logging.getLogger(__name__)
 
-Headers = dict[bytes, bytes]
+Headers = Mapping[bytes, bytes]
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -44,10 +43,10 @@ STREAM_HEADERS = [
     *problems.COMMON_HEADERS,
 ]
 WHOLE_HEADERS = [(b"content-type", b"application/json"), *problems.COMMON_HEADERS]
-PING: Any = {"type": "http.response.body", "body": b": ping\n\n", "more_body": True}
 CLIENT_REQUEST_ID_LIMIT = 128
-DISCARD_BYTES = 64_000_000
-DISCARD_S = 5.0
+VENDOR_HEADERS = (b"anthropic-version", b"anthropic-beta")
+VENDOR_HEADER_LIMIT = 1_000
+_ANTHROPIC = frozenset({"messages", "count_tokens"})
 
 
 @asgi(["/v1/chat/completions", "/chat/completions"], opt={"caller": "tenant"}, copy_scope=False)
@@ -62,16 +61,50 @@ async def completions(scope: Scope, receive: Receive, send: Send) -> None:
     await serve(scope, receive, send, "completions")
 
 
+@asgi(["/v1/embeddings", "/embeddings"], opt={"caller": "tenant"}, copy_scope=False)
+async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
+    """Embeddings of texts or token ids. Caller: a tenant's key."""
+    await serve(scope, receive, send, "embeddings")
+
+
+@asgi(["/v1/responses", "/responses"], opt={"caller": "tenant"}, copy_scope=False)
+async def responses(scope: Scope, receive: Receive, send: Send) -> None:
+    """OpenAI's responses, whole and streamed. Caller: a tenant's key."""
+    await serve(scope, receive, send, "responses")
+
+
+@asgi("/v1/messages", opt={"caller": "tenant"}, copy_scope=False)
+async def messages(scope: Scope, receive: Receive, send: Send) -> None:
+    """Anthropic's messages, whole and streamed. Caller: a tenant's key."""
+    await serve(scope, receive, send, "messages")
+
+
+@asgi("/v1/messages/count_tokens", opt={"caller": "tenant"}, copy_scope=False)
+async def count_tokens(scope: Scope, receive: Receive, send: Send) -> None:
+    """How many tokens a message would have as input. Caller: a tenant's key."""
+    await serve(scope, receive, send, "count_tokens")
+
+
 async def serve(scope: Scope, receive: Receive, send: Send, surface: Surface) -> None:
     """Read the request, let the pipeline answer it, render whatever comes of it."""
     gateway: Gateway = scope["litestar_app"].state.gateway
     request_id = new_request_id()
     if scope.get("method") != "POST":
         error = MethodNotAllowed("Use POST.", allowed=["POST"])
-        await problems.send_problem(send, error, request_id, close=False)
+        await _Sending(send, voice_of(surface)).problem(error, request_id, close=False)
         return
-    sending = _Sending(send)
     call = await _read(gateway, scope["headers"], receive, surface, request_id)
+    if idempotency.has_key(call):
+        await idempotency.serve(
+            gateway,
+            scope["litestar_app"].state.idempotency,
+            call,
+            receive,
+            send,
+            lambda to: _answer(gateway, call, _Sending(to, voice_of(surface))),
+        )
+        return
+    sending = _Sending(send, voice_of(surface))
     await _while_connected(_answer(gateway, call, sending), receive, call.presence, sending)
 
 
@@ -80,14 +113,14 @@ async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
     try:
         answer = await gateway.complete(call)
         if answer.asked.stream:
-            await _stream(answer, sending, gateway.runtimes.current.config.server.ping_s)
+            await _stream(answer, sending, gateway)
         else:
-            await _whole(answer, sending)
+            await _whole(answer, sending, gateway)
     except ClientGone:
         pass  # settled; there is no one left to answer
     except GatewayError as error:
         if sending.started:
-            await _end_in_band(sending, error)
+            await _end_in_band(sending, error, call.request_id)
         else:
             close, more = call.fault is not None, call.answer_headers
             await sending.problem(error, call.request_id, close=close, more=more)
@@ -107,7 +140,7 @@ async def _answer(gateway: Gateway, call: Call, sending: "_Sending") -> None:
 async def _tell(sending: "_Sending", error: GatewayError, request_id: str) -> None:
     """The error, in the form that is still possible: a status before the head, an event after."""
     if sending.started:
-        await _end_in_band(sending, error)
+        await _end_in_band(sending, error, request_id)
     else:
         await sending.problem(error, request_id, close=True)
 
@@ -116,10 +149,11 @@ class _Sending:
     """Whether the head has gone out: before it an error has a status, after it an event. And
     whether the answer is out to its end: then a client that leaves leaves nothing undone."""
 
-    __slots__ = ("_pinging", "_timer", "ended", "send", "sent", "started", "streams")
+    __slots__ = ("_pinging", "_timer", "ended", "send", "sent", "started", "streams", "voice")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, voice: Voice) -> None:
         self.send = send
+        self.voice = voice
         self.started = False
         self.streams = False
         self.ended = False
@@ -141,7 +175,16 @@ class _Sending:
         more: Mapping[str, str] | None = None,
     ) -> None:
         self.started = self.ended = True
-        await problems.send_problem(self.send, error, request_id, close=close, more=more)
+        extra = {name.decode(): value.decode() for name, value in self.voice.headers(request_id)}
+        content = self.voice.problem(error, request_id)
+        await problems.send_problem(
+            self.send,
+            error,
+            request_id,
+            close=close,
+            more={**(more or {}), **extra},
+            content=content,
+        )
 
     async def body(self, data: bytes, *, more: bool) -> None:
         self.sent += 1
@@ -166,10 +209,11 @@ class _Sending:
         self._timer = loop.call_later(every_s, begin, self.sent)
 
     async def _ping(self, every_s: float) -> None:
+        ping: Any = {"type": "http.response.body", "body": self.voice.ping, "more_body": True}
         with contextlib.suppress(OSError):  # the client has left: who waits for that hears of it
             while True:
                 sent = self.sent
-                await self.send(PING)
+                await self.send(ping)
                 await asyncio.sleep(every_s)
                 while self.sent != sent:
                     sent = self.sent
@@ -192,15 +236,18 @@ async def _read(
     """The request as a Call. A body that cannot be taken is a fault that the pipeline raises once
     it knows whose request it is, so that it is recorded like any other refusal."""
     headers = dict(raw)
-    limit = gateway.runtimes.current.config.server.max_body_mb * 1_000_000
+    server = gateway.runtimes.current.config.server
     body, fault = b"", None
     try:
-        _check_media(headers)
-        body = await _read_body(headers, receive, limit)
+        body = await bodies.read(
+            headers,
+            receive,
+            server.max_body_mb * 1_000_000,
+            server.body_timeout_s,
+            lambda: gateway.auth.identify(read_credential(raw)),
+        )
     except GatewayError as error:
         fault = error
-        if not isinstance(error, ClientGone):
-            await _discard(headers, receive)
     return Call(
         request_id=request_id,
         surface=surface,
@@ -210,52 +257,14 @@ async def _read(
         presence=Presence(),
         traceparent=_text(headers, b"traceparent"),
         client_request_id=_text(headers, b"x-client-request-id", CLIENT_REQUEST_ID_LIMIT),
+        vendor_headers=_vendor_headers(headers) if surface in _ANTHROPIC else (),
     )
 
 
-def _check_media(headers: Headers) -> None:
-    media = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
-    if media != b"application/json":
-        raise UnsupportedMedia("Send the body as JSON, with content-type: application/json.")
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise UnsupportedMedia("Send the body uncompressed: content-encoding is not supported.")
-
-
-async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
-    declared = headers.get(b"content-length", b"0")
-    if not declared.isdigit():
-        raise BadRequest("content-length is not a number.")
-    if int(declared) > limit:
-        raise BodyTooLarge(f"The body is larger than {limit // 1_000_000} MB.")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message: Any = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("The client left before its request was complete.")
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"The body is larger than {limit // 1_000_000} MB.")
-        if part:
-            parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _discard(headers: Headers, receive: Receive) -> None:
-    """Read a refused body to its end, within bounds: closing on unread bytes would reset the
-    connection, and the client could lose the answer that says why."""
-    if b"expect" in headers:
-        return  # it waits to be asked for the body
-    size = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while size < DISCARD_BYTES:
-                message: Any = await receive()
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
+def _vendor_headers(headers: Headers) -> tuple[tuple[bytes, bytes], ...]:
+    """What a vendor's client says to the vendor, and nothing else that it sends."""
+    found = ((name, _text(headers, name, VENDOR_HEADER_LIMIT)) for name in VENDOR_HEADERS)
+    return tuple((name, value.encode()) for name, value in found if value)
 
 
 def _text(headers: Headers, name: bytes, limit: int = 256) -> str | None:
@@ -314,7 +323,7 @@ async def _until_left_or_done(
                 is_over = True
 
 
-async def _whole(answer: Answer, sending: _Sending) -> None:
+async def _whole(answer: Answer, sending: _Sending, gateway: Gateway) -> None:
     """Settle, then send: the cost is a header, so it must be known before the first byte."""
     data = b""
     try:
@@ -324,7 +333,9 @@ async def _whole(answer: Answer, sending: _Sending) -> None:
                     data = event.data
     except BackendError as error:
         raise as_gateway_error(error) from error
-    headers = [*WHOLE_HEADERS, *_answer_headers(answer)]
+    if answer.asked.stores:
+        await gateway.remember(answer, data)
+    headers = [*WHOLE_HEADERS, *_answer_headers(answer, sending.voice)]
     headers.append((b"content-length", str(len(data)).encode()))
     cost = answer.record.data.cost
     if cost is not None:
@@ -333,37 +344,46 @@ async def _whole(answer: Answer, sending: _Sending) -> None:
     await sending.body(data, more=False)
 
 
-async def _stream(answer: Answer, sending: _Sending, ping_s: float) -> None:
+async def _stream(answer: Answer, sending: _Sending, gateway: Gateway) -> None:
     """Forward each event as it comes. `[DONE]` only after a complete answer; a broken one ends
     with an error event and without it, so that it can never be taken for a whole one."""
+    voice, end = sending.voice, None
+    framed = voice.event
     try:
         async with answer:
-            await sending.head(200, [*STREAM_HEADERS, *_answer_headers(answer)], streams=True)
-            sending.ping_when_silent(ping_s)
+            await sending.head(
+                200, [*STREAM_HEADERS, *_answer_headers(answer, voice)], streams=True
+            )
+            sending.ping_when_silent(gateway.runtimes.current.config.server.ping_s)
             async for event in answer.events():
-                if not isinstance(event, Final):
-                    await sending.body(b"data: " + event.data + b"\n\n", more=True)
-                elif answer.asked.include_usage and event.usage_chunk is not None:
-                    await sending.body(b"data: " + event.usage_chunk + b"\n\n", more=True)
+                if isinstance(event, Chunk):
+                    await sending.body(framed(event), more=True)
+                elif isinstance(event, Final):
+                    end = event
+                    if answer.asked.include_usage and event.usage_chunk is not None:
+                        await sending.body(framed(Chunk(event.usage_chunk)), more=True)
     except BackendError as error:
-        await _end_in_band(sending, as_gateway_error(error))
+        await _end_in_band(sending, as_gateway_error(error), answer.call.request_id)
     else:
-        await sending.body(b"data: [DONE]\n\n", more=False)
+        if answer.asked.stores and end is not None and end.last is not None:
+            await gateway.remember(answer, voice.response(end.last))
+        await sending.body(voice.last(end), more=False)
 
 
-async def _end_in_band(sending: _Sending, error: GatewayError) -> None:
+async def _end_in_band(sending: _Sending, error: GatewayError, request_id: str) -> None:
     """The end of a stream that broke: an error event, then the close, and no `[DONE]`."""
     if sending.streams:
         sending.streams = False
-        await sending.body(b"data: " + problems.body(error) + b"\n\n", more=False)
+        await sending.body(sending.voice.error(error, request_id, sending.sent), more=False)
 
 
-def _answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+def _answer_headers(answer: Answer, voice: Voice) -> list[tuple[bytes, bytes]]:
     data = answer.record.data
     elapsed_ms = (answer.record.now_ns() - data.opened_ns) / 1e6
     overhead_ms = elapsed_ms - answer.upstream_ms
     return [
         (b"x-request-id", data.request_id.encode()),
+        *voice.headers(data.request_id),
         (b"openai-processing-ms", str(round(elapsed_ms)).encode()),
         (b"x-meterline-overhead-ms", f"{overhead_ms:.3f}".encode()),
         *((name.encode(), value.encode()) for name, value in answer.headers.items()),

@@ -15,7 +15,15 @@ from litestar.openapi.spec import (
 )
 from typing_extensions import override
 
-from gateway.wire import ChatBody, CompletionBody, ErrorBody
+from gateway.wire import (
+    ChatBody,
+    CompletionBody,
+    CountBody,
+    EmbeddingsBody,
+    ErrorBody,
+    MessagesBody,
+    ResponsesBody,
+)
 
 _REFERENCE = "#/components/schemas/"
 _ERRORS = {
@@ -31,8 +39,11 @@ _ERRORS = {
 
 
 def add_completions(document: OpenAPI) -> None:
-    """Add `/v1/chat/completions` and `/v1/completions` to the generated document."""
-    bodies: tuple[type, ...] = (ChatBody, CompletionBody, ErrorBody)
+    """Add the routes that a model answers to the generated document."""
+    bodies: tuple[type, ...] = (
+        *(ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, MessagesBody, CountBody),
+        ErrorBody,
+    )
     _, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE + "{name}")
     schemas = document.components.schemas
     assert schemas is not None
@@ -42,6 +53,10 @@ def add_completions(document: OpenAPI) -> None:
     assert paths is not None
     paths["/v1/chat/completions"] = _path("ChatBody", "Chat completion", "chat")
     paths["/v1/completions"] = _path("CompletionBody", "Text completion", "completions")
+    paths["/v1/embeddings"] = _path("EmbeddingsBody", "Embeddings", "embeddings")
+    paths["/v1/responses"] = _path("ResponsesBody", "Response", "responses")
+    paths["/v1/messages"] = _path("MessagesBody", "Message (Anthropic)", "messages")
+    paths["/v1/messages/count_tokens"] = _path("CountBody", "Count tokens", "count_tokens")
 
 
 class _Raw(Schema):

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from gateway.errors import (
     UnsupportedMedia,
 )
 from gateway.wire import ErrorBody, Problem
-from telemetry.ids import new_request_id
+from telemetry.ids import minted_ms, new_request_id
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def headers(error: GatewayError, request_id: str) -> list[tuple[bytes, bytes]]:
     result = [
         (b"content-type", b"application/json"),
         (b"x-request-id", request_id.encode()),
+        (b"openai-processing-ms", str(_age_ms(request_id)).encode()),
         (b"x-should-retry", b"true" if error.retryable else b"false"),
         *COMMON_HEADERS,
     ]
@@ -64,6 +66,11 @@ def headers(error: GatewayError, request_id: str) -> list[tuple[bytes, bytes]]:
     return result
 
 
+def _age_ms(request_id: str) -> int:
+    """How long the request has been with us: its id was made when it began."""
+    return max(0, time.time_ns() // 1_000_000 - minted_ms(request_id))
+
+
 async def send_problem(
     send: Send,
     error: GatewayError,
@@ -71,9 +78,11 @@ async def send_problem(
     *,
     close: bool,
     more: Mapping[str, str] | None = None,
+    content: bytes | None = None,
 ) -> None:
-    """Answer with the error. `close`: the request's body was not read to its end."""
-    content = body(error)
+    """Answer with the error. `close`: the request's body was not read to its end. `content`: its
+    body, where that is not OpenAI's."""
+    content = content or body(error)
     head = [*headers(error, request_id), (b"content-length", str(len(content)).encode())]
     head += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
     if close:

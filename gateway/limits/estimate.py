@@ -65,6 +65,8 @@ class Estimator:
         if served is None or served.usage is None or record.asked_model is None:
             return
         self._learn_device(record)
+        if not served.usage.total_tokens:
+            return  # a count of tokens, which is free
         if served.usage_source not in (UsageSource.REPORTED, UsageSource.ENGINE):
             return
         seen = self._models.get(record.asked_model)

@@ -91,10 +91,13 @@ class MemoryStore:
         if self._state(tenant).budget(spent.key) is None:
             self.try_rebase(tenant, spent)
 
-    async def budget(self, tenant: str, key: str) -> BudgetState | None:
+    def try_budget(self, tenant: str, key: str) -> BudgetState | None:
         state = self._state(tenant)
         arithmetic.expire(state, self.now_us())
         return state.budget(key)
+
+    async def budget(self, tenant: str, key: str) -> BudgetState | None:
+        return self.try_budget(tenant, key)
 
     def holds(self, tenant: str) -> int:
         state = self._state(tenant)

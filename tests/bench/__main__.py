@@ -1,18 +1,20 @@
-"""`make bench`: every benchmark, or `make bench ARGS=gateway` for one. Never part of the tests."""
+"""`make bench`: every benchmark, or `make bench ONLY=gateway` for one. Never part of the tests."""
 
 import importlib
 import sys
 
-from tests.bench.report import machine
+from tests.bench.report import Table, machine
 
-ALL = ("gateway", "admission", "engine")
+ALL = ("gateway", "admission", "engine")  # and, on demand: soak
 
 
 def main(names: list[str]) -> None:
     """Run and print."""
     sys.stdout.write(f"{machine()}\n")
     for name in names or ALL:
-        importlib.import_module(f"tests.bench.{name}").run().show()
+        found: Table | list[Table] = importlib.import_module(f"tests.bench.{name}").run()
+        for table in found if isinstance(found, list) else [found]:
+            table.show()
 
 
 if __name__ == "__main__":

@@ -1,369 +1,287 @@
-"""The engine without HTTP: prefill, decode at 1, 8 and 16, mixed requests, shared prefixes, static
-against continuous batching, guessing on and off; beside transformers and llama.cpp where they are
-installed. Every rate stands beside the limit that this machine sets in the same run.
+"""The bundled engine in its modes, beside llama.cpp and transformers on the same weights and token
+ids in the same run. `meterline engine bench` is the part without the others.
 
-The smallest of a few rounds is taken: other processes only ever make it slower.
+llama.cpp runs in an interpreter of its own if `METERLINE_PEERS_PYTHON` names one that has
+`llama_cpp`; transformers, if it can be imported here. What is not installed has no rows.
+`METERLINE_BENCH_PARTS` (comma-separated) picks some of the parts. With `METERLINE_BENCH_ONE_CORE=1`
+everybody computes on one thread and all seconds are CPU seconds of the process: on a shared
+machine that is what can be compared.
 """
 
-import asyncio
 import importlib.util
+import json
 import os
-import random
-import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from backends.engine import tokenizer
-from backends.engine.engine import Engine
+from msgspec import structs
+
+from backends.engine import bench, roofline, tokenizer
+from backends.engine.bench import OUTPUT, PROMPT, Chosen, Figure, Request, Rig
+from backends.engine.draft import DraftModel
 from backends.engine.gguf import GgufFile
 from backends.engine.kv import blocks_for
-from backends.engine.native.library import Toolchain
-from backends.engine.runner import CpuRunner
-from backends.engine.serve import cache_folder, default_threads, prepare_environment
-from backends.engine.spans import discard
+from backends.engine.serve import default_threads, prepare_environment
 from backends.engine.stops import StopMatcher
-from backends.engine.tokenizer import Tokenizer
-from backends.engine.types import Delta, Done, Job, JobRequest, Row, Sampling, StepResult
+from backends.engine.types import Job, JobRequest, Row, Sampling
 from backends.engine.types import Sequence as Choice
 from backends.engine.weights import BUNDLED_NAME, open_weights
-from telemetry.clock import SystemClock
-from tests.bench import roofline
 from tests.bench.report import Table
+from tests.fakes.gguf import deeper
 
-ROUNDS = 3
-OUTPUT = 48
-PROMPT = 40
-KV_BLOCKS = 170
-DATA = Path(__file__).parents[1] / "data"
-
-
-class Timed:
-    """What one request saw."""
-
-    def __init__(self) -> None:
-        self.first_s = 0.0
-        self.tokens = 0
-
-
-async def ask(engine: Engine, prompt: Sequence[int], output: int) -> Timed:
-    """Greedy, to its length."""
-    seen = Timed()
-    started = time.perf_counter()
-    request = JobRequest(
-        prompts=(tuple(prompt),), max_tokens=(output,), ignore_eos=True,
-        sampling=Sampling(temperature=0.0),
-    )  # fmt: skip
-    stream = engine.submit(request)
-    while True:
-        for news in await stream.next():
-            match news:
-                case Delta():
-                    seen.first_s = seen.first_s or time.perf_counter() - started
-                case Done(usage):
-                    seen.tokens = usage.completion_tokens
-                    seen.first_s = seen.first_s or time.perf_counter() - started
-                    return seen
-                case _:
-                    raise RuntimeError(str(news))
+MODES = {
+    "default": Chosen(kernels="native"),
+    "exact": Chosen(kernels="native", dtype="float32"),
+    "torch": Chosen(kernels="torch", dtype="float32"),
+}
 
 
 class _Rows(Table):
-    """A row may have no limit to stand beside. Shown as they come: all take minutes."""
+    """Shown as they come: all take minutes."""
 
-    def add(self, *cells: object) -> None:
-        super().add(*cells, *[""] * (len(self.columns) - len(cells)))
+    def figure(self, figure: Figure, who: str) -> None:
+        share = "" if figure.of_limit is None else figure.of_limit
+        cells = (figure.what, who, round(figure.value, 2), figure.unit, share)
+        self.add(*cells)
         sys.stderr.write(" | ".join(map(str, cells)) + "\n")
 
+    def figures(self, figures: Iterable[Figure], who: str) -> None:
+        for figure in figures:
+            self.figure(figure, who)
 
-class Rig:
-    """One runner; an engine around it for each measurement."""
 
-    def __init__(
-        self,
-        file: GgufFile,
-        words: Tokenizer,
-        *,
-        kernels: str,
-        dtype: str,
-        threads: int | None = None,
-    ) -> None:
-        self.words = words
-        self.runner = CpuRunner(
-            file, kv_blocks=KV_BLOCKS, threads=threads or default_threads(),
-            dtype=dtype, kernels=kernels,  # type: ignore[arg-type]  # Literals
-            tools=Toolchain.of_this_machine(cache_folder(os.environ)),
-        )  # fmt: skip
-        self.name = "torch float32" if kernels == "torch" else f"compiled {dtype}"
+class _Bench:
+    """What all parts share."""
 
-    def measure(
-        self,
-        requests: Sequence[tuple[Sequence[int], int]],
-        *,
-        groups: int | None = None,
-        prefix_cache: bool = False,
-        max_drafts: int = 0,
-        first: Sequence[int] | None = None,
-    ) -> tuple[float, list[Timed]]:
-        """Seconds, and what each saw: all at once, or in static groups of that size, each begun
-        when the one before has ended. `first` is asked before the clock starts."""
+    def __init__(self) -> None:
+        prepare_environment(os.environ)
+        self.file = open_weights(BUNDLED_NAME)
+        self.words = tokenizer.from_gguf(self.file)
+        self.one_core = os.environ.get("METERLINE_BENCH_ONE_CORE") == "1"
+        self.threads = 1 if self.one_core else default_threads()
+        self.now = time.process_time if self.one_core else time.perf_counter
+        self.machine = roofline.measure(self.threads)
+        self.table = _Rows("engine", ["what", "with", "value", "unit", "of the limit, %"])
+        self.table.figures(
+            [
+                Figure("memory read", self.machine.bytes_s / 1e9, "GB/s"),
+                Figure("fp32 products", self.machine.flops_s / 1e9, "GFLOP/s"),
+            ],
+            "this machine",
+        )
 
-        async def go() -> tuple[float, list[Timed]]:
-            engine = Engine(
-                load=lambda: self.runner, tokenizer=self.words, clock=SystemClock(), emit=discard,
-                prefix_cache=prefix_cache, max_drafts=max_drafts,
-            )  # fmt: skip
-            engine.start()
-            await engine.loaded()
-            if first is not None:
-                await ask(engine, first, 1)
-            started = time.perf_counter()
-            size = groups or len(requests)
-            seen: list[Timed] = []
-            for at in range(0, len(requests), size):
-                group = requests[at : at + size]
-                seen += await asyncio.gather(*(ask(engine, p, count) for p, count in group))
-            took = time.perf_counter() - started
-            await engine.close()
-            return took, seen
-
-        return min((asyncio.run(go()) for _ in range(ROUNDS)), key=lambda found: found[0])
+    def rig(self, mode: str, *, rounds: int = 3, one_core: bool = False) -> Rig:
+        is_alone = one_core or self.one_core
+        chosen = structs.replace(MODES[mode], one_core=is_alone)
+        runner = bench.open_runner(self.file, chosen, bench.KV_BLOCKS)
+        return Rig(runner, self.words, rounds=rounds, by_cpu=is_alone)
 
 
 def run() -> Table:
-    prepare_environment(os.environ)
-    file = open_weights(BUNDLED_NAME)
-    words = tokenizer.from_gguf(file)
-    machine = roofline.measure(default_threads())
-    table = _Rows("engine", ["what", "with", "value", "unit", "of the limit, %"])
-    table.add("memory read", "this machine", round(machine.bytes_s / 1e9, 1), "GB/s")
-    table.add("fp32 products", "this machine", round(machine.flops_s / 1e9, 1), "GFLOP/s")
-    texts = _texts(words)
-    _one_core(table, file, words, texts)
-    for kernels, dtype in (("native", "auto"), ("native", "float32"), ("torch", "float32")):
-        rig = Rig(file, words, kernels=kernels, dtype=dtype)
-        _basics(table, rig, machine, texts)
-        if dtype == "auto":
-            _mixed(table, rig, texts)
-            _shared_prefix(table, rig, texts)
-            _guessing(table, rig, texts)
-            _overhead(table, rig, texts)
-    if importlib.util.find_spec("llama_cpp"):
-        _llama_cpp(table, file.path, texts)
-    if importlib.util.find_spec("transformers"):
-        _transformers(table, file.path, texts)
-    return table
+    b = _Bench()
+    parts: dict[str, Callable[[_Bench], None]] = {
+        "one-core": _one_core,
+        "default": lambda b: _mode(b, "default"),
+        "exact": lambda b: _mode(b, "exact"),
+        "torch": lambda b: _mode(b, "torch"),
+        "mixed": _mixed,
+        "prefix": lambda b: b.table.figures(bench.shared_prefix(b.rig("default")), "default"),
+        "guessing": _guessing,
+        "draft-model": _draft_model,
+        "llama.cpp": _llama_cpp,
+        "transformers": _transformers,
+        "memory": _memory,
+    }
+    asked = os.environ.get("METERLINE_BENCH_PARTS", ",".join(parts)).split(",")
+    for name in asked:
+        parts[name](b)
+    return b.table
 
 
-def _one_core(table: _Rows, file: GgufFile, words: Tokenizer, texts: Sequence[int]) -> None:
+def _mode(b: _Bench, mode: str) -> None:
+    rig = b.rig(mode)
+    b.table.figures(bench.basics(rig, b.machine), mode)
+    if mode == "default":
+        b.table.figures(bench.overhead(rig), mode)
+
+
+def _mixed(b: _Bench) -> None:
+    b.table.figures(bench.mixed(b.rig("default", rounds=2), b.machine), "default")
+
+
+def _guessing(b: _Bench) -> None:
+    for mode in ("default", "exact"):
+        b.table.figures(bench.guessing(b.rig(mode, one_core=True)), f"{mode}, one core")
+
+
+def _draft_model(b: _Bench) -> None:
+    """Greedy text must not change by it. Two pairs: the file in float32 with itself as stored, and
+    a model of twice the layers, of which the second half adds nothing, with the original."""
+    prompt = b.words.encode(bench.PROSE)[:60]
+    with tempfile.TemporaryDirectory() as folder:
+        deep = GgufFile(deeper(b.file, Path(folder) / "deep.gguf", times=2))
+        for name, file in (("float32 with itself as stored", b.file), ("60 layers with 30", deep)):
+            exact = Chosen(kernels="native", dtype="float32", one_core=True)
+            target = bench.open_runner(file, exact, 24)
+            second = bench.open_runner(b.file, Chosen(kernels="native", one_core=True), 24)
+            drafter = DraftModel(second.decoder, second.facts, b.words)
+            rig = Rig(target, b.words, rounds=2, by_cpu=True)
+            texts = set()
+            for how, drafts in (("off", 0), ("on", 15)):
+                target.drafter = drafter if drafts else None
+                run = rig.measure([(prompt, 96)], max_drafts=drafts)
+                texts.add(run.seen[0].text)
+                figure = Figure(f"draft model {how}, {name}", run.decode_rate(96), "out tok/s")
+                b.table.figure(figure, "one core")
+            assert len(texts) == 1, "guesses must not change a text"
+
+
+def _one_core(b: _Bench) -> None:
     """The decoders alone on one thread, in its CPU time: what others do at the same time hardly
     shows here."""
-    for kernels, dtype in (("native", "auto"), ("native", "float32"), ("torch", "float32")):
-        rig = Rig(file, words, kernels=kernels, dtype=dtype, threads=1)
-        pool = iter(range(KV_BLOCKS))
-
-        def row(number: int, start: int, count: int, pool: Iterator[int] = pool) -> Row:
-            prompt = _some(texts, number, start + count)
-            request = JobRequest(
-                prompts=(tuple(prompt),), max_tokens=(1,), sampling=Sampling(temperature=0.0)
-            )
-            sequence = Choice(
-                Job(number, request, 0), 0, prompt, arrival=number, max_tokens=1, seed=0,
-                decoder=words.decoder(), stops=StopMatcher(()),
-            )  # fmt: skip
-            sequence.blocks = [next(pool) for _ in range(blocks_for(start + count))]
-            return Row(sequence, start, count)
-
-        prompt = row(99, 0, 512)
-        rate = round(512 / _cpu_s(rig, [prompt]), 1)
-        table.add("one core: prefill of 512", rig.name, rate, "tok/CPU-s")
-        rows = [row(i, 199, 1) for i in range(16)]
+    for mode in MODES:
+        rig = b.rig(mode, one_core=True)
+        pool = iter(range(bench.KV_BLOCKS))
+        prompt = _row(rig, 99, 0, 512, pool)
+        b.table.figure(
+            Figure("one core: prefill of 512", 512 / _cpu_s(rig, [prompt]), "tok/CPU-s"), mode
+        )
+        rows = [_row(rig, i, 199, 1, pool) for i in range(16)]
         for batch in (1, 8, 16):
-            took_ms = round(_cpu_s(rig, rows[:batch]) * 1e3, 1)
-            table.add(f"one core: step of {batch}, context 200", rig.name, took_ms, "CPU-ms")
+            took_ms = _cpu_s(rig, rows[:batch]) * 1e3
+            b.table.figure(
+                Figure(f"one core: step of {batch}, context 200", took_ms, "CPU-ms"), mode
+            )
+
+
+def _row(rig: Rig, number: int, start: int, count: int, pool: Iterator[int]) -> Row:
+    prompt = rig.prompt(number, start + count)
+    request = JobRequest(
+        prompts=(tuple(prompt),), max_tokens=(1,), sampling=Sampling(temperature=0.0)
+    )
+    sequence = Choice(
+        Job(number, request, 0), 0, prompt, arrival=number, max_tokens=1, seed=0,
+        decoder=rig.words.decoder(), stops=StopMatcher(()),
+    )  # fmt: skip
+    sequence.blocks = [next(pool) for _ in range(blocks_for(start + count))]
+    return Row(sequence, start, count)
 
 
 def _cpu_s(rig: Rig, rows: Sequence[Row]) -> float:
     took = []
-    for _ in range(ROUNDS + 2):
+    for _ in range(rig.rounds + 2):
         started = time.thread_time()
         rig.runner.run(rows)
         took.append(time.thread_time() - started)
     return min(took)
 
 
-def _texts(words: Tokenizer) -> list[int]:
-    """Some thousand tokens of prose and code, always the same."""
-    text = (DATA / "quality" / "harbour.txt").read_text()
-    text += (DATA / "golden" / "make_tokenizer.py").read_text()
-    return words.encode(text) * 8
-
-
-def _some(texts: Sequence[int], number: int, count: int) -> list[int]:
-    """A prompt that begins unlike the others."""
-    at = (number * 37) % 700
-    return [number + 20, *texts[at : at + count - 1]]
-
-
-def _rate(requests: Sequence[tuple[Sequence[int], int]], took_s: float) -> float:
-    return round(sum(count for _, count in requests) / took_s, 1)
-
-
-def _basics(table: _Rows, rig: Rig, machine: roofline.Machine, texts: Sequence[int]) -> None:
-    facts = rig.runner.facts
-    took, _ = rig.measure([(_some(texts, 1, 512), 1)])
-    limit = roofline.prefill_limit(machine, facts, 512)
-    table.add(
-        "prefill of 512", rig.name, round(512 / took, 1), "tok/s", _percent(512 / took, limit)
+def _memory(b: _Bench) -> None:
+    """Of an engine process that has served the mixed workload, with the default pool."""
+    code = (
+        "import resource\n"
+        "from tests.bench.engine import _Bench, bench\n"
+        "b = _Bench(); rig = b.rig('default', rounds=1)\n"
+        "rig.measure(bench.mixed_requests(rig))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
-    took, _ = rig.measure([(_some(texts, 2, PROMPT), 1)])
-    table.add(f"first token after {PROMPT}", rig.name, round(took * 1e3, 1), "ms")
-    for batch in (1, 8, 16):
-        requests = [(_some(texts, i, PROMPT), OUTPUT) for i in range(batch)]
-        took, _ = rig.measure(requests)
-        rate = _rate(requests, took)
-        limit = roofline.decode_limit(machine, facts, batch=batch, context=PROMPT + OUTPUT / 2)
-        table.add(
-            f"{batch} at once, {PROMPT}+{OUTPUT}",
-            rig.name,
-            rate,
-            "out tok/s",
-            _percent(rate, limit),
-        )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    b.table.figure(Figure("memory, most resident", int(told.split()[-1]) / 1e3, "MB"), "default")
 
 
-def _mixed(table: _Rows, rig: Rig, texts: Sequence[int]) -> None:
-    rng = random.Random(7)
-    for count in (16, 32):
-        requests = [
-            (_some(texts, i, rng.randrange(16, 300)), rng.randrange(8, 120)) for i in range(count)
-        ]
-        for name, groups in (("continuous", None), ("static batches of 16", 16)):
-            if groups == count:
-                continue
-            took, seen = rig.measure(requests, groups=groups)
-            first = statistics.median(one.first_s for one in seen)
-            table.add(f"{count} mixed, {name}", rig.name, _rate(requests, took), "out tok/s")
-            table.add(
-                f"{count} mixed, {name}, first token p50", rig.name, round(first * 1e3), "ms", ""
-            )
+# ── others on the same weights ────────────────────────────────────────────────────────────────
 
 
-def _shared_prefix(table: _Rows, rig: Rig, texts: Sequence[int]) -> None:
-    shared = list(texts[:400])
-    requests = [([*shared, *_some(texts, i, 20)], 32) for i in range(16)]
-    for name, is_kept in (("without reuse", False), ("with reuse", True)):
-        took, seen = rig.measure(requests, prefix_cache=is_kept, first=shared)
-        first = statistics.median(one.first_s for one in seen)
-        table.add(
-            f"16 sharing 400 tokens, {name}", rig.name, _rate(requests, took), "out tok/s", ""
-        )
-        table.add(
-            f"16 sharing 400, {name}, first token p50", rig.name, round(first * 1e3), "ms", ""
-        )
+def _cases(rig: Rig) -> list[dict[str, Any]]:
+    mixed = bench.mixed_requests(rig)
+    shared = list(rig.texts[:400])
+    cases: list[dict[str, Any]] = [
+        {"name": "prefill of 512", "requests": [(rig.prompt(1, 512), 1)]},
+        *(
+            {
+                "name": f"{batch} at once, {PROMPT}+{OUTPUT}",
+                "requests": [(rig.prompt(i, PROMPT), OUTPUT) for i in range(batch)],
+            }
+            for batch in (1, 8, 16)
+        ),
+        {"name": "32 mixed, continuous", "requests": mixed},
+        {
+            "name": "16 sharing 400 tokens, with reuse",
+            "shared": 400,
+            "requests": [([*shared, *rig.prompt(i, 20)], 32) for i in range(16)],
+        },
+        {
+            "name": "16 sharing 400 tokens, without reuse",
+            "requests": [([*shared, *rig.prompt(i, 20)], 32) for i in range(16)],
+        },
+    ]
+    return cases
 
 
-def _guessing(table: _Rows, rig: Rig, texts: Sequence[int]) -> None:
-    prose = list(texts[:150])
-    code = rig.words.encode(
-        "def area_of_square(side):\n    return side * side\n\n\ndef area_of_circle(radius):\n"
-        "    return 3.14 * radius * radius\n\n\ndef area_of_rectangle(width, height):\n"
-        "    return width * height\n\n\ndef area_of_triangle("
-    )
-    cases = {"verbatim": prose + prose[:30], "code": code, "free text": prose[:60]}
-    for name, prompt in cases.items():
-        rates = []
-        for drafts in (0, 6):
-            took, _ = rig.measure([(prompt, 100)], max_drafts=drafts)
-            rates.append(100 / took)
-        table.add(f"guessing off, {name}", rig.name, round(rates[0], 1), "out tok/s")
-        table.add(f"guessing on, {name}", rig.name, round(rates[1], 1), "out tok/s")
+def _llama_cpp(b: _Bench) -> None:
+    python = os.environ.get("METERLINE_PEERS_PYTHON", sys.executable)
+    script = Path(__file__).with_name("llama_cpp_peer.py")
+    has_it = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
+    if has_it.returncode != 0:
+        sys.stderr.write("llama.cpp is not installed: no rows\n")
+        return
+    rig = Rig(bench.open_runner(b.file, MODES["default"], 2), b.words)
+    work = {
+        "model": str(b.file.path), "threads": b.threads, "rounds": 1,
+        "by_cpu": b.one_core, "cases": _cases(rig),
+    }  # fmt: skip
+    told = subprocess.run(
+        [python, str(script)], input=json.dumps(work), capture_output=True, text=True, check=True
+    ).stdout
+    found = json.loads(told)
+    for case in work["cases"]:
+        run = found[case["name"]]
+        tokens = sum(count for _, count in case["requests"])
+        if case["name"].startswith("prefill"):
+            b.table.figure(Figure(case["name"], 512 / run["took_s"], "tok/s"), "llama.cpp")
+            continue
+        b.table.figure(Figure(case["name"], tokens / run["took_s"], "out tok/s"), "llama.cpp")
+        if len(case["requests"]) > 16 or "sharing" in case["name"]:
+            name = f"{case['name']}, first token p50"
+            b.table.figure(Figure(name, run["first_p50_s"] * 1e3, "ms"), "llama.cpp")
 
 
-def _overhead(table: _Rows, rig: Rig, texts: Sequence[int]) -> None:
-    """What passes between two steps of 16: everything but the runner."""
-    stamps: list[tuple[float, float, int]] = []
-    run_step = rig.runner.run
-
-    def timed(rows: Sequence[Row]) -> StepResult:
-        started = time.perf_counter()
-        result = run_step(rows)
-        stamps.append((started, time.perf_counter(), len(rows)))
-        return result
-
-    rig.runner.run = timed  # type: ignore[method-assign]  # put back below
-    try:
-        rig.measure([(_some(texts, i, PROMPT), OUTPUT) for i in range(16)])
-    finally:
-        rig.runner.run = run_step  # type: ignore[method-assign]  # as it was
-    gaps = [b[0] - a[1] for a, b in pairwise(stamps) if a[2] == b[2] == 16]
-    steps = [end - start for start, end, rows in stamps if rows == 16]
-    table.add("step of 16, in the runner", rig.name, _ms(steps), "ms")
-    table.add("step of 16, around it", rig.name, _ms(gaps), "ms")
-
-
-def _ms(seconds: Sequence[float]) -> float:
-    return round(statistics.median(seconds) * 1e3, 2)
-
-
-def _llama_cpp(table: _Rows, path: Path, texts: Sequence[int]) -> None:
-    """One sequence; its Python binding has no continuous batching to measure."""
-    from llama_cpp import Llama
-
-    model = Llama(
-        str(path), n_ctx=1024, n_threads=default_threads(), n_threads_batch=default_threads(),
-        n_batch=512, verbose=False,
-    )  # fmt: skip
-
-    def best(work) -> float:  # type: ignore[no-untyped-def]  # a closure
-        took = []
-        for _ in range(ROUNDS):
-            model.reset()
-            started = time.perf_counter()
-            work()
-            took.append(time.perf_counter() - started)
-        return min(took)
-
-    took = best(lambda: model.eval(_some(texts, 1, 512)))
-    table.add("prefill of 512", "llama.cpp", round(512 / took, 1), "tok/s")
-
-    def decode() -> None:
-        model.eval(_some(texts, 2, PROMPT))
-        for _ in range(OUTPUT):
-            model.eval([model.sample(temp=0.0)])
-
-    table.add(
-        f"1 at once, {PROMPT}+{OUTPUT}",
-        "llama.cpp",
-        round(OUTPUT / best(decode), 1),
-        "out tok/s",
-        "",
-    )
-
-
-def _transformers(table: _Rows, path: Path, texts: Sequence[int]) -> None:
-    """Static batches in fp32."""
+def _transformers(b: _Bench) -> None:
+    """Static batches in fp32, as its `generate` does them: prompts padded on the left."""
+    if importlib.util.find_spec("transformers") is None:
+        sys.stderr.write("transformers is not installed: no rows\n")
+        return
     import torch
-    from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(default_threads())
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    )
-    for batch in (1, 8, 16):
-        ids = torch.tensor([_some(texts, i, PROMPT) for i in range(batch)])
-        started = time.perf_counter()
+    from tests.bench.transformers_peer import load
+
+    torch.set_num_threads(b.threads)
+    model = load(b.file)
+    rig = Rig(bench.open_runner(b.file, MODES["default"], 2), b.words)
+
+    def generate(requests: Sequence[Request]) -> float:
+        longest = max(len(prompt) for prompt, _ in requests)
+        output = max(count for _, count in requests)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p, _ in requests])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in requests])
+        started = b.now()
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=OUTPUT,
-            max_new_tokens=OUTPUT, pad_token_id=0,
+            ids, attention_mask=mask, do_sample=False, min_new_tokens=output,
+            max_new_tokens=output, pad_token_id=0,
         )  # fmt: skip
-        rate = batch * OUTPUT / (time.perf_counter() - started)
-        table.add(
-            f"{batch} at once, {PROMPT}+{OUTPUT}", "transformers", round(rate, 1), "out tok/s", ""
-        )
+        return b.now() - started
 
-
-def _percent(rate: float, limit: float) -> int:
-    return round(100 * rate / limit)
+    took_s = min(generate([(rig.prompt(1, 512), 1)]) for _ in range(2))
+    b.table.figure(Figure("prefill of 512", 512 / took_s, "tok/s"), "transformers")
+    for batch in (1, 8, 16):
+        requests = [(rig.prompt(i, PROMPT), OUTPUT) for i in range(batch)]
+        rate = batch * OUTPUT / generate(requests)
+        name = f"{batch} at once, {PROMPT}+{OUTPUT}"
+        b.table.figure(Figure(name, rate, "out tok/s"), "transformers")

@@ -1,11 +1,14 @@
 """A load generator that costs little itself: raw sockets, one request after another on each."""
 
 import asyncio
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
 
+_LEFT = re.compile(rb"t=(\d+);")
 TICKS_PER_S = 100  # USER_HZ
 
 
@@ -26,25 +29,41 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def request(port: int, key: str, *, stream: bool, model: str = "bench") -> bytes:
-    """The bytes of one request with a 4 KB body, keep-alive."""
+def request(
+    port: int,
+    key: str,
+    *,
+    stream: bool,
+    model: str = "bench",
+    headers: Mapping[str, str] | None = None,
+    marks: str = "",
+) -> bytes:
+    """The bytes of one request with a 4 KB body, keep-alive. `marks`: further fields."""
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     padding = "word " * 760
     body = (
-        f'{{"model":"{model}","stream":{str(stream).lower()},"max_tokens":64,"messages":['
+        f'{{"model":"{model}","stream":{str(stream).lower()},"max_tokens":64,{marks}"messages":['
         f'{{"role":"user","content":"{padding}"}}]}}'
     ).encode()
     return (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
-        f"authorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {key}\r\n{more}content-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     ).encode() + body
 
 
 async def run(
-    port: int, key: str, pid: int, *, connections: int, seconds: float, stream: bool
+    port: int,
+    key: str,
+    pid: int,
+    *,
+    connections: int,
+    seconds: float,
+    stream: bool,
+    headers: Mapping[str, str] | None = None,
 ) -> Load:
     """Ask over `connections` sockets until the time is up."""
-    payload = request(port, key, stream=stream)
+    payload = request(port, key, stream=stream, headers=headers)
     latencies: list[float] = []
     events = 0
     stop_at = time.perf_counter() + seconds
@@ -93,3 +112,64 @@ async def _answer(reader: asyncio.StreamReader) -> int:
         events += data.count(b"data: ")
         if size == 0:
             return events
+
+
+def resident_mb(pid: int) -> float:
+    """Memory that is a process's own or shared, each page counted in part."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+class Paced(Struct, frozen=True, kw_only=True):
+    """What paced streams saw: chunks, and by how much each was later than it was sent."""
+
+    streams: int
+    chunks: int
+    lost: int
+    late_p50_ms: float
+    late_p99_ms: float
+
+
+async def paced(
+    port: int, key: str, *, streams: int, chunks: int, headers: Mapping[str, str] | None = None
+) -> Paced:
+    """So many streams at once, each one answer of `chunks` chunks with their time of leaving."""
+    payload = request(port, key, stream=True, headers=headers, marks='"metadata":{"pace":"paced"},')
+    late: list[float] = []
+    lost = 0
+
+    async def one() -> None:
+        nonlocal lost
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(payload)
+        seen, rest = 0, b""
+        try:
+            while data := await reader.read(65_536):
+                now = time.monotonic_ns()
+                rest += data
+                end = 0
+                for mark in _LEFT.finditer(rest):
+                    late.append((now - int(mark[1])) / 1e6)
+                    seen += 1
+                    end = mark.end()
+                if b"[DONE]" in rest:
+                    break
+                rest = rest[max(end, len(rest) - 200) :]
+        except OSError:
+            pass
+        lost += chunks - seen
+        writer.close()
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(one() for _ in range(streams)))
+    late.sort()
+    count = len(late) or 1
+    return Paced(
+        streams=streams,
+        chunks=len(late),
+        lost=lost,
+        late_p50_ms=late[count // 2] if late else 0.0,
+        late_p99_ms=late[min(count - 1, count * 99 // 100)] if late else 0.0,
+    )

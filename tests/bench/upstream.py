@@ -3,6 +3,7 @@ measures what stands before it. `python -m tests.bench.upstream PORT`"""
 
 import asyncio
 import sys
+import time
 from typing import Any
 
 BODY = (
@@ -15,6 +16,8 @@ WHOLE = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
 ) + BODY
 CHUNKS = 64
+PACED_CHUNKS = 100
+PACE_S = 0.02
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -66,10 +69,23 @@ class Upstream(asyncio.Protocol):
             body = self._buffer[end + 4 : end + 4 + length]
             self._buffer = self._buffer[end + 4 + length :]
             if b'"stream":true' in body or b'"stream": true' in body:
-                task = asyncio.ensure_future(self._stream(self._transport))
+                play = self._paced if b'"paced"' in body else self._stream
+                task = asyncio.ensure_future(play(self._transport))
                 task.add_done_callback(lambda done: done.exception())
             else:
                 self._transport.write(WHOLE)
+
+    async def _paced(self, transport: Any) -> None:
+        """PACED_CHUNKS on a beat of PACE_S, each with the time at which it left."""
+        loop = asyncio.get_running_loop()
+        transport.write(_HEAD + EVENTS[0])
+        began = loop.time()
+        for number in range(PACED_CHUNKS):
+            await asyncio.sleep(max(0.0, began + (number + 1) * PACE_S - loop.time()))
+            if transport.is_closing():
+                return
+            transport.write(_chunk(_delta(b'"content":"t=%d;"' % time.monotonic_ns())))
+        transport.write(b"".join(EVENTS[-3:]) + b"0\r\n\r\n")
 
     async def _stream(self, transport: Any) -> None:
         transport.write(_HEAD)

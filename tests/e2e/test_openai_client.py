@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from telemetry.database import open_engine
@@ -361,3 +362,90 @@ def test_metrics_and_ledger_tell_the_same(served: Served, tmp_path: Path) -> Non
     assert answered >= 50
     assert "sk-ml" not in text
     assert "sk-ml" not in served.output.split("try it", 1)[1].split("\n", 1)[1]
+
+
+# --- the other surfaces, translated for the engine --------------------------------------------
+
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a place.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"place": {"type": "string", "enum": ["Oslo", "Rome"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def claude(served: Served) -> Iterator[Anthropic]:
+    """Anthropic's client as documented: only `base_url` and key differ from the real API."""
+    base_url = served.base_url.removesuffix("/v1")
+    with Anthropic(base_url=base_url, api_key=served.key, max_retries=0) as made:
+        yield made
+
+
+def test_anthropics_client_against_the_engine(served: Served, claude: Anthropic) -> None:
+    """Messages whole and streamed are the same sensible text, and are billed to the token."""
+    ask: Any = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 40}
+    raw = claude.messages.with_raw_response.create(**ask)
+    answer = raw.parse()
+    assert "Paris" in answer.content[0].text
+    assert answer.stop_reason == "end_turn"
+    facts = story(served, raw.headers["x-request-id"])
+    read = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    assert tokens(facts) == (read, answer.usage.output_tokens)
+    assert facts["outcome"] == "ok"
+    assert facts["surface"] == "messages"
+    with claude.messages.stream(**ask) as stream:
+        streamed = stream.get_final_message()
+    assert streamed.content[0].text == answer.content[0].text
+    assert streamed.usage.output_tokens == answer.usage.output_tokens
+    counted = claude.messages.count_tokens(model=MODEL, messages=FRANCE)
+    assert counted.input_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_anthropics_tools_against_the_engine(claude: Anthropic, stream: bool) -> None:
+    """A tool that must be called is called, with arguments that fit its schema, and its result is
+    read."""
+    turns: list[Any] = [{"role": "user", "content": "How is the weather in Oslo?"}]
+    ask: Any = {"model": MODEL, "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
+    ask["tool_choice"] = {"type": "tool", "name": "weather"}
+    if stream:
+        with claude.messages.stream(messages=turns, **ask) as running:
+            answer: Any = running.get_final_message()
+    else:
+        answer = claude.messages.create(messages=turns, **ask)
+    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    assert answer.stop_reason == "tool_use"
+    assert call.input["place"] in ("Oslo", "Rome")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is sunny."}
+    turns += [
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    ask["tool_choice"] = {"type": "none"}
+    said = claude.messages.create(messages=turns, **ask)
+    assert said.content[0].type == "text"
+
+
+def test_responses_against_the_engine(served: Served, client: OpenAI) -> None:
+    """Responses whole and streamed are the same text, are billed to the token, and can be gone on
+    from."""
+    question = "What is the capital of France?"
+    ask: Any = {"model": MODEL, "input": question, "temperature": 0, "max_output_tokens": 40}
+    raw = client.responses.with_raw_response.create(**ask)
+    answer = raw.parse()
+    assert "Paris" in answer.output_text
+    assert answer.usage is not None
+    facts = story(served, raw.headers["x-request-id"])
+    assert tokens(facts) == (answer.usage.input_tokens, answer.usage.output_tokens)
+    events = list(client.responses.create(stream=True, **ask))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == answer.output_text
+    ask["input"] = "Say it again."
+    following = client.responses.create(previous_response_id=answer.id, **ask)
+    assert following.usage is not None
+    assert following.usage.input_tokens > answer.usage.input_tokens

@@ -10,6 +10,7 @@ from typing_extensions import override
 from backends.engine.stops import StopMatcher
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
+    Drafter,
     Job,
     JobRequest,
     ModelFacts,
@@ -36,6 +37,7 @@ class FakeRunner:
 
     def __init__(self, choose: Choose, *, kv_blocks: int = 8) -> None:
         self.facts = facts(kv_blocks)
+        self.drafter: Drafter | None = None
         self.steps: list[list[tuple[int, int, int]]] = []
         self.copies: list[tuple[int, int]] = []
         self.blocks: dict[int, bytes] = {}

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from backends.scripted import Player, ScriptedApp
 from backends.settings import Script
+from gateway.api.protocol import Protocol
 from gateway.app import Service, open_service
 from gateway.config import load, parse
 from telemetry import metrics as metric
@@ -49,7 +50,7 @@ class Server:
         self._server = _Quiet(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Protocol,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -206,8 +207,9 @@ async def running(
 ) -> AsyncIterator[Harness]:
     """A gateway with its data in `folder`, a tenant with a key, and the scripted upstream."""
     path = folder / "meterline.toml"
+    limit = "" if "max_body_mb" in server else "max_body_mb = 1\n"
     path.write_text(
-        f'[server]\nport = 0\nmax_body_mb = 1\nadmin_key = "env:ADMIN_KEY"\n{server}\n'
+        f'[server]\nport = 0\nadmin_key = "env:ADMIN_KEY"\n{limit}{server}\n'
         f'[store]\ndata_dir = "{folder / "data"}"\n{store}\n'
         f"[telemetry]\n{telemetry}\n# tables\n{tables}"
     )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from backends.engine.gguf import GgufFile
+
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8}
 ALIGNMENT = 32
 
@@ -70,13 +72,20 @@ TINY_TEMPLATE = (
 
 
 def tiny_llama(
-    path: Path, *, layers: int = 2, context: int = 256, seed: int = 0, hidden: int = 32
+    path: Path,
+    *,
+    layers: int = 2,
+    context: int = 256,
+    seed: int = 0,
+    head_dim: int = 8,
+    extra_tokens: Sequence[str] = (),
 ) -> Path:
     """A random model of a few thousand parameters with a byte-level vocabulary."""
     rng = np.random.default_rng(seed)
     vocabulary = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *BYTE_LEVEL, "Ġa", "th", "the"]
-    feed_forward, heads, kv_heads = 64, 4, 2
-    size = hidden // heads
+    vocabulary += extra_tokens
+    hidden, feed_forward, heads, kv_heads = 32, 64, 4, 2
+    size = head_dim
 
     def random(*shape: int) -> tuple[str, Sequence[int], bytes]:
         return f32(rng.normal(0, 0.2, shape))
@@ -105,6 +114,7 @@ def tiny_llama(
         "llama.feed_forward_length": feed_forward,
         "llama.attention.head_count": heads,
         "llama.attention.head_count_kv": kv_heads,
+        "llama.attention.key_length": size,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.freq_base": 10_000.0,
         "tokenizer.ggml.model": "gpt2",
@@ -115,4 +125,27 @@ def tiny_llama(
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.chat_template": TINY_TEMPLATE,
     }
+    return write_gguf(path, metadata, tensors)
+
+
+def deeper(file: GgufFile, path: Path, *, times: int) -> Path:
+    """The same model with so many times its layers: the further ones are copies whose outputs are
+    zero, so that they cost what a layer costs and add nothing."""
+    layers = file.integer("llama.block_count")
+
+    def raw(name: str) -> tuple[str, Sequence[int], bytes]:
+        kind = file.tensors[name].kind
+        shape = file.tensors[name].shape
+        if kind == "F32":
+            return (kind, shape, file.tensor(name).astype("<f4").tobytes())
+        return (kind, shape, file.blocks(name, shape)[1].tobytes())
+
+    tensors = {name: raw(name) for name in file.tensors}
+    for number in range(layers, times * layers):
+        for name in [n for n in file.tensors if n.startswith(f"blk.{number % layers}.")]:
+            kind, shape, data = tensors[name]
+            if name.endswith(("attn_output.weight", "ffn_down.weight")):
+                data = bytes(len(data))
+            tensors[f"blk.{number}.{name.split('.', 2)[2]}"] = (kind, shape, data)
+    metadata = {**file.metadata, "llama.block_count": times * layers}
     return write_gguf(path, metadata, tensors)

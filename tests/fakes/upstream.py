@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from msgspec import Struct
@@ -97,8 +97,8 @@ class Upstream:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    async def __aenter__(self) -> "Upstream":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -106,6 +106,10 @@ class Upstream:
         assert self._server is not None
         self._server.close()
         await self._server.wait_closed()
+
+    def plays(self, received: Received) -> Sequence[Step]:
+        """What this request gets."""
+        return self.steps
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -127,8 +131,9 @@ class Upstream:
             for name, _, value in (line.partition(":") for line in head[1:] if line)
         }
         body = await reader.readexactly(int(headers.get("content-length", "0")))
-        self.received.append(Received(method, path, headers, body))
-        for step in self.steps:
+        received = Received(method, path, headers, body)
+        self.received.append(received)
+        for step in self.plays(received):
             if isinstance(step, bytes):
                 writer.write(step)
                 await writer.drain()

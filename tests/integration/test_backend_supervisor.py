@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from backends.base import BackendUnavailable, Timeouts
+from backends.engine.__main__ import main as engine_main
+from backends.engine.__main__ import settings_of
 from backends.openai_compat import EngineServer
 from backends.registry import build
-from backends.settings import BackendSettings, EngineSettings
+from backends.settings import BackendSettings, EngineSettings, Speculative
 from backends.supervisor import (
     EngineProcess,
     EngineTelemetry,
@@ -268,14 +270,28 @@ async def test_kill_9_of_the_gateway_leaves_no_engine(tmp_path: Path) -> None:
 
 
 def test_the_command_line_of_the_real_engine(tmp_path: Path) -> None:
-    """Every setting of the table is passed on, and where its spans go: one place."""
-    settings = EngineSettings(name="small", model="/m.gguf", threads=2)
-    assert engine_command(settings, tmp_path / "e.sock")[1:] == [
-        *("-m", "backends.engine", "--name", "small", "--model", "/m.gguf"),
-        *("--device", "auto", "--dtype", "auto", "--kv-memory-gb", "0.5"),
-        *("--max-batch-size", "16", "--max-batch-tokens", "512", "--threads", "2"),
-        *("--exit-with-parent", "--uds", str(tmp_path / "e.sock")),
+    """Every setting of the table arrives as it was, and where spans go: one place."""
+    settings = EngineSettings(
+        name="small", model="/m.gguf", device="cpu", dtype="float32", kernels="torch",
+        prefix_cache=False, kv_memory_gb=0.25, max_batch_size=3, max_batch_tokens=65,
+        step_target_s=0.5, threads=2, tool_calls="mistral",
+        speculative=Speculative(
+            method="draft_model", max_tokens=9, draft_model="/d.gguf", draft_dtype="float16"
+        ),
+    )  # fmt: skip
+    for given in (settings, EngineSettings(name="plain")):
+        command = engine_command(given, tmp_path / "e.sock")
+        assert command[1:3] == ["-m", "backends.engine"]
+        options = engine_main.make_context("serve", command[3:]).params
+        assert settings_of(options) == given
+        assert options["uds"] == tmp_path / "e.sock"
+        assert options["exit_with_parent"] is True
+    different = [
+        name
+        for name in settings.__struct_fields__
+        if getattr(settings, name) == getattr(EngineSettings(name="plain"), name)
     ]
+    assert different == ["gpu"], "the test leaves these out; gpu is the gateway's own"
     spans = tmp_path / "spans.jsonl"
     for telemetry, flags in [
         (EngineTelemetry(spans_file=spans), ["--spans-file", str(spans)]),

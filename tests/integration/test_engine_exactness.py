@@ -58,7 +58,7 @@ def model(weights: GgufFile, library: Library) -> Iterator[NativeModel]:
 @pytest.fixture(scope="module")
 def shaped(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeModel]:
     """Random weights, small: the compiled step wants its sizes in multiples of 32."""
-    path = tiny_llama(tmp_path_factory.mktemp("shaped") / "shaped.gguf", context=512, hidden=128)
+    path = tiny_llama(tmp_path_factory.mktemp("shaped") / "shaped.gguf", context=512, head_dim=32)
     model = NativeModel(
         GgufFile(path), library, kv_blocks=KV_BLOCKS, threads=default_threads(), dtype="float32"
     )

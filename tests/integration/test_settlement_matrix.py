@@ -424,7 +424,7 @@ REFUSALS: dict[str, tuple[Must, dict[str, str | None], bytes | None, str | None]
     ),
     "compressed": (
         Must(Outcome.CLIENT_ERROR, 415, "unsupported_media_type", model=None),
-        {"content-encoding": "gzip"},
+        {"content-encoding": "compress"},
         None,
         None,
     ),

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.auth import Auth, AuthSettings, Credential
 from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable, Unauthenticated
 from gateway.keys import KeyRing
+from gateway.responses import StoredResponseRow
 from gateway.tenants import (
     AuditRow,
     IssuedKey,
@@ -99,9 +100,10 @@ async def test_the_migration_makes_what_the_models_say(database_url: str) -> Non
     """The revisions up equal the models, triggers and first row included; down leaves nothing."""
     import importlib
 
-    names = ("0001_tenants", "0003_limits")
+    names = ("0001_tenants", "0003_limits", "0005_responses")
     revisions = [importlib.import_module(f"migrations.versions.{name}") for name in names]
     engine = open_engine(database_url)
+    assert StoredResponseRow.__tablename__ in TenantBase.metadata.tables
 
     def run(connection: Connection, step: Callable[[], None]) -> None:
         with Operations.context(MigrationContext.configure(connection)):

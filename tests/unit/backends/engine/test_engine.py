@@ -30,7 +30,7 @@ from backends.engine.types import (
     TokenChoice,
 )
 from telemetry import genai
-from telemetry.clock import SystemClock
+from telemetry.clock import Clock, SystemClock
 from tests.fakes.engine import FakeRunner, Remembers, follows
 
 WARM_UP = 0  # the job id of the steps before the first request
@@ -46,9 +46,10 @@ async def running(
     emit: Emit = discard,
     max_jobs: int = 64,
     max_drafts: int = 0,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Engine]:
     engine = Engine(
-        load=lambda: runner, tokenizer=words, clock=SystemClock(), emit=emit,
+        load=lambda: runner, tokenizer=words, clock=clock or SystemClock(), emit=emit,
         max_batch_size=4, max_batch_tokens=64, max_jobs=max_jobs, max_drafts=max_drafts,
     )  # fmt: skip
     engine.start()
@@ -59,8 +60,8 @@ async def running(
         await engine.close()
 
 
-async def outputs(stream: Stream) -> list[Output]:
-    async with asyncio.timeout(10):
+async def outputs(stream: Stream, *, timeout_s: float = 10) -> list[Output]:
+    async with asyncio.timeout(timeout_s):
         result: list[Output] = []
         while not result or isinstance(result[-1], Delta):
             result += await stream.next()

@@ -54,3 +54,15 @@ def prefill_limit(machine: Machine, facts: ModelFacts, tokens: int) -> float:
     flops = 2 * facts.body_params * tokens + 2 * facts.head_params
     flops += 2 * facts.layers * facts.heads * facts.head_dim * tokens**2
     return tokens / (flops / machine.flops_s)
+
+
+def served_limit(
+    machine: Machine, facts: ModelFacts, batch: int, prompt: float, output: float
+) -> float:
+    """Generated tokens a second of a batch that comes with its prompts: they are computed first,
+    and nothing is generated meanwhile."""
+    decoding_s = (
+        batch * output / decode_limit(machine, facts, batch=batch, context=prompt + output / 2)
+    )
+    prefill_s = batch * prompt / prefill_limit(machine, facts, max(1, round(prompt)))
+    return batch * output / (decoding_s + prefill_s)
