@@ -215,6 +215,13 @@ class BackendRateLimited(BackendError):
     code = "upstream_rate_limited"
 
 
+class BackendTooLate(BackendRateLimited):
+    """Our engine says that its answer would begin after the deadline: it is busy, not broken, and
+    a request with more time may be taken at once."""
+
+    code = "upstream_too_late"
+
+
 class BackendFailed(BackendError):
     """5xx from the upstream, or an error event inside a stream."""
 

@@ -241,6 +241,11 @@ class OpenAICompatible:
             (b"x-request-id", request.request_id.encode()),
             *request.vendor_headers,
         ]
+        if self._is_engine:
+            timeouts = request.timeouts
+            first_s = timeouts.first_token_s if request.stream else timeouts.total_s
+            until_s = min(first_s, timeouts.total_s)
+            headers.append((wire.DEADLINE_HEADER, b"%d" % max(1, until_s * 1000)))
         if request.traceparent is not None and self._forwards_trace:
             headers.append((b"traceparent", request.traceparent.encode()))
         return Request(

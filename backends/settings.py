@@ -326,6 +326,22 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "wake it and wait."
         ),
     ] = "refuse"
+    swap_memory_gb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Memory for KV blocks of preempted sequences, gigabytes, taken when "
+            "needed. 0 with swap_file_gb = 0: they are computed again.",
+        ),
+    ] = 0.25
+    swap_file_gb: Annotated[
+        float,
+        Meta(ge=0, description="The same in a file, once that memory is full. 0: no file."),
+    ] = 0.0
+    swap_folder: Annotated[
+        str | None,
+        Meta(description="Folder of that file, which has no name there and ends with the engine."),
+    ] = None
     max_batch_size: Annotated[int, Meta(ge=1, le=512, description="Sequences in a step.")] = 16
     max_batch_tokens: Annotated[
         int, Meta(ge=64, description="New tokens in a step, prompt chunks included.")

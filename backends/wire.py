@@ -21,6 +21,7 @@ from backends.base import (
     BackendProtocol,
     BackendRateLimited,
     BackendRefused,
+    BackendTooLate,
     BackendTruncated,
     ChatRequest,
     Chunk,
@@ -29,6 +30,10 @@ from backends.base import (
 from telemetry.usage import Normalised, UsageQuality, UsageSource
 
 _log = logging.getLogger(__name__)
+
+# Our engine is told when an answer would come too late, and says so before it begins.
+DEADLINE_HEADER: Final = b"x-meterline-deadline-ms"
+DEADLINE_UNREACHABLE: Final = "deadline_unreachable"
 
 MESSAGE_CHARS: Final = 1_000  # of an upstream's error message
 FIELD_CHARS: Final = 200  # of its type, param and code, and of ids and names
@@ -371,6 +376,13 @@ def error_of_status(
     if status in _AUTH:
         return BackendAuth(
             "the upstream does not accept our credential", backend=backend, status=status
+        )
+    if status == 429 and (_error_object(body) or _ErrorObject()).code == DEADLINE_UNREACHABLE:
+        return BackendTooLate(
+            "the upstream would begin to answer after the deadline",
+            backend=backend,
+            status=status,
+            retry_after_s=retry_after_s,
         )
     if status == 429:
         return BackendRateLimited(

@@ -23,6 +23,7 @@ from backends.base import (
     BackendRateLimited,
     BackendRefused,
     BackendTimeout,
+    BackendTooLate,
     BackendTruncated,
     BackendUnavailable,
     ChatRequest,
@@ -395,6 +396,8 @@ def _may_recover(error: BackendError) -> bool:
     """Whether the same target may do better soon. A timeout has had its time already, and a wrong
     key or an answer that is none will be so again."""
     match error:
+        case BackendTooLate():
+            return False  # with less time left it will be refused again
         case BackendTimeout():
             return error.phase == "connect"
         case BackendUnavailable() | BackendRateLimited() | BackendFailed() | BackendTruncated():
@@ -466,6 +469,11 @@ def as_gateway_error(error: BackendError) -> GatewayError:
             )
         case BackendTimeout():
             return UpstreamTimeout(f"The backend was too slow ({error.phase}).")
+        case BackendTooLate():
+            return UpstreamRateLimited(
+                "The backend is too busy to begin in time. Retry after the time in Retry-After.",
+                retry_after_s=error.retry_after_s or 1.0,
+            )
         case BackendRateLimited():
             return UpstreamRateLimited(
                 "The backend is at its rate limit. Retry after the time in Retry-After.",

@@ -16,7 +16,13 @@ from typing import Final, Literal, Protocol, get_args
 
 from msgspec import Struct
 
-from backends.base import BackendAuth, BackendError, BackendRateLimited, BackendRefused
+from backends.base import (
+    BackendAuth,
+    BackendError,
+    BackendRateLimited,
+    BackendRefused,
+    BackendTooLate,
+)
 from gateway.config import HealthSettings
 from gateway.routing import Target
 from telemetry.clock import Clock
@@ -54,7 +60,7 @@ class Circuit(Struct, frozen=True):
 def fault_of(error: BackendError) -> Fault | None:
     """What an error says about its target; None: nothing, it is about the request."""
     match error:
-        case BackendRefused():
+        case BackendRefused() | BackendTooLate():
             return None
         case BackendAuth():
             return "credential"

@@ -75,6 +75,7 @@ PREEMPTIONS: Final = "meterline.preemptions"
 ENGINE_TOKENS: Final = "meterline.tokens"
 ENGINE_CACHED_TOKENS: Final = "meterline.cached_tokens"
 ENGINE_BATCH_MEAN: Final = "meterline.batch.mean"
+ENGINE_KV_BLOCK_SECONDS: Final = "meterline.kv_block_seconds"
 ENGINE_AGGREGATED: Final = "meterline.aggregated"  # as long as all its parts together
 
 RESOURCE: Final = frozenset({SERVICE_NAME, SERVICE_VERSION, SERVICE_INSTANCE_ID})

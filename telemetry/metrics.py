@@ -559,7 +559,34 @@ ENGINE_KV_USAGE = _gauge(
 ENGINE_PREEMPTIONS = _counter(
     "meterline_engine_preemptions_total",
     "preemptions",
-    "Sequences that lost their KV blocks to others and were computed again.",
+    "Sequences that lost their KV blocks to others: swapped out, or computed again.",
+    MODEL,
+)
+ENGINE_SWAPPED_BLOCKS = _counter(
+    "meterline_engine_swapped_blocks_total",
+    "blocks",
+    "KV blocks of preempted sequences that were moved out to memory or file, and back in.",
+    *(MODEL, Label("direction", values=("out", "in"))),
+)
+ENGINE_SWAP_USED = _gauge(
+    "meterline_engine_swap_blocks", "blocks", "KV blocks that wait in swap space.", MODEL
+)
+ENGINE_SWAP_LOST = _counter(
+    "meterline_engine_swap_lost_total",
+    "sequences",
+    "Swapped sequences whose blocks came back damaged or not at all; they were computed again.",
+    MODEL,
+)
+ENGINE_KV_BLOCK_SECONDS = _counter(
+    "meterline_engine_kv_block_seconds_total",
+    "block-seconds",
+    "KV blocks that requests held, times how long; pool: adds up to the used blocks over time.",
+    *(MODEL, Label("tier", values=("pool", "swap"))),
+)
+ENGINE_TOO_LATE = _counter(
+    "meterline_engine_too_late_total",
+    "requests",
+    "Requests refused because their first token was expected after their deadline.",
     MODEL,
 )
 ENGINE_PREFIX_QUERIES = _counter(
@@ -590,6 +617,8 @@ ENGINE: tuple[Metric, ...] = (
     *(ENGINE_STEP_SECONDS, ENGINE_CHARGED_SECONDS, ENGINE_TOKENS, ENGINE_REQUESTS),
     *(ENGINE_BATCH_SIZE, ENGINE_RUNNING, ENGINE_WAITING, ENGINE_WAITING_TOKENS),
     *(ENGINE_KV_USAGE, ENGINE_PREEMPTIONS, ENGINE_PREFIX_QUERIES, ENGINE_PREFIX_HITS),
+    *(ENGINE_SWAPPED_BLOCKS, ENGINE_SWAP_USED, ENGINE_SWAP_LOST, ENGINE_KV_BLOCK_SECONDS),
+    ENGINE_TOO_LATE,
     *(ENGINE_SPEC_DRAFTED, ENGINE_SPEC_ACCEPTED),
 )
 

@@ -9,12 +9,13 @@ import asyncio
 import itertools
 import logging
 import queue
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from msgspec import Struct, structs
 
@@ -28,15 +29,17 @@ from backends.engine.account import (
     prompt_room,
     wall_phase,
 )
-from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed
-from backends.engine.kv import BlockPool, blocks_for, chain_root
+from backends.engine.errors import NotReady, Overloaded, RequestFailed, StartFailed, TooLate
+from backends.engine.kv import BLOCK_TOKENS, BlockPool, blocks_for, chain_root
 from backends.engine.scheduler import Scheduler
 from backends.engine.seeds import lane_seed
 from backends.engine.spans import Emit, phase_spans
 from backends.engine.spec import Pace, Proposer
 from backends.engine.stops import StopMatcher
+from backends.engine.swap import Rate, SwapSpace
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
+    Away,
     Cancelled,
     Clocks,
     Delta,
@@ -61,12 +64,14 @@ from backends.engine.types import (
     Sequence as Choice,
 )
 from telemetry.clock import Clock
+from telemetry.money import split
 
 log = logging.getLogger(__name__)
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _WARMUP_TOKENS = 64
 _IDLE_MARK_S = 1.0
+_FEW_TOKENS = 16  # of a prompt: they say little about what one takes
 
 
 class State(StrEnum):
@@ -86,6 +91,8 @@ class Stats:
         self.batch_sizes = [0] * (len(BATCH_BUCKETS) + 1)
         self.batch_size_sum = 0
         self.preemptions = 0
+        self.too_late = 0  # refused: their first token would have come after their deadline
+        self.kv_block_us: Counter[str] = Counter()  # pool and swap: blocks times time held
         self.prefix_queried = 0  # prompt tokens looked up in the cache, once per prompt
         self.prefix_hit = 0
         self.drafted = 0
@@ -131,6 +138,27 @@ class Stream:
         self._arrived.set()
 
 
+class Tempo:
+    """How fast it goes, measured as it goes. Written by the engine thread, read by the front."""
+
+    def __init__(self, token_s: float) -> None:
+        self.token_s = Rate(token_s)  # charged for one prompt token
+        self.prompt_s = Rate(token_s)  # wall time of one, beside whatever else is computed
+        self.place_s = Rate(0.0)  # between two that end, while others wait for their place
+        self._freed_ns: int | None = None
+
+    def stepped(self, step_us: int, prefill_us: int, tokens: int) -> None:
+        if tokens >= _FEW_TOKENS:
+            self.token_s.saw(prefill_us / 1e6, tokens)
+            self.prompt_s.saw(step_us / 1e6, tokens)
+
+    def freed(self, now_ns: int, *, is_awaited: bool) -> None:
+        """A place in the batch is free."""
+        if is_awaited and self._freed_ns is not None:
+            self.place_s.saw((now_ns - self._freed_ns) / 1e9, 1)
+        self._freed_ns = now_ns if is_awaited else None
+
+
 class _Add(Struct, frozen=True):
     job: Job
     stream: Stream
@@ -171,7 +199,13 @@ class Engine:
         prefix_cache: bool = True,
         max_drafts: int = 0,
         step_target_s: float = 0.25,
+        swap_memory_bytes: int = 0,
+        swap_file_bytes: int = 0,
+        open_swap_file: Callable[[], BinaryIO] = tempfile.TemporaryFile,
     ) -> None:
+        self._swap_memory_bytes = swap_memory_bytes
+        self._swap_file_bytes = swap_file_bytes
+        self._open_swap_file = open_swap_file
         self._load = load
         self._tokenizer = tokenizer
         self._clock = clock
@@ -197,6 +231,8 @@ class Engine:
         self.state = State.LOADING
         self.failure: BaseException | None = None
         self.facts: ModelFacts | None = None
+        self.pace = Tempo(0.0)
+        self.swap: SwapSpace | None = None
         self.step_clock = StepClock(clock)
         self.stats = Stats()
 
@@ -217,17 +253,38 @@ class Engine:
         """Wait until the thread is over, which only `close` or a defect brings about."""
         await self._ended.wait()
 
-    def submit(self, request: JobRequest) -> Stream:
-        """Accept a validated request. Raises NotReady or Overloaded."""
+    def submit(self, request: JobRequest, *, deadline_s: float | None = None) -> Stream:
+        """Accept a validated request. Raises NotReady, Overloaded, or TooLate if its first token
+        is not to be expected within `deadline_s`."""
         if self.state is not State.READY:
             raise NotReady(f"the engine is {self.state}")
         if self._accepted >= self._max_jobs:
             raise Overloaded(f"{self._accepted} requests are already waiting or running")
+        if deadline_s is not None:
+            expected_s = self.expected_first_token_s(request)
+            if expected_s > deadline_s:
+                self.stats.too_late += 1
+                raise TooLate(expected_s, deadline_s)
         job = Job(next(self._ids), request, self.now_ns())
         stream = Stream(job, self._commands.put)
         self._accepted += 1
         self._commands.put(_Add(job, stream))
         return stream
+
+    def expected_first_token_s(self, request: JobRequest) -> float:
+        """From who is ahead and how fast it has gone lately. What its prompt may find in the cache
+        does not count, nor what those ahead may cancel: it errs towards late."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return 0.0
+        waiting, running = list(scheduler.waiting), list(scheduler.running)
+        ahead = [s for s in waiting if s.priority <= request.priority]
+        places = scheduler.max_batch_size - sum(s.priority <= request.priority for s in running)
+        tokens = sum(map(len, request.prompts)) + sum(s.n_pending for s in ahead)
+        tokens += sum(s.n_pending for s in running if not s.is_decoding)
+        missing = max(0, len(ahead) + 1 - places)
+        pace = self.pace
+        return missing * pace.place_s.seconds + tokens * pace.prompt_s.seconds
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what runs finish, and fail what is left after `timeout_s`."""
@@ -276,6 +333,7 @@ class Engine:
             self.step_clock.mark("load")
             pool = BlockPool(runner.facts.kv_blocks)
             costs = self._warm_up(runner, pool)
+            swap = self._swap_space(runner)
             self.step_clock.mark("warmup")
         except Exception as error:  # noqa: BLE001  # whatever it is, `loaded()` raises it
             self.failure = error
@@ -284,6 +342,8 @@ class Engine:
             self._refuse_queued()
             return
         self.facts = runner.facts
+        self.pace = Tempo(costs.body_token_s)
+        self.swap = swap
         self._has_drafter = runner.drafter is not None
         self._scheduler = Scheduler(
             pool,
@@ -292,6 +352,8 @@ class Engine:
             draft_price=lambda decodes: _guess_price(decodes, costs, runner.drafter),
             drafter=runner.drafter,
             prompt_room=lambda decodes: prompt_room(decodes, costs, self._step_target_s),
+            compute_s=lambda tokens: tokens * self.pace.token_s.seconds,
+            swap=swap,
         )
         if self.state is State.LOADING:
             self.state = State.READY
@@ -306,6 +368,8 @@ class Engine:
             self.failure = error
             self.state = State.FAILED
             loop.abort("the engine failed")
+        if swap is not None:
+            swap.close()
         self._refuse_queued()
 
     def _refuse_queued(self) -> None:
@@ -366,6 +430,18 @@ class Engine:
             many=_WARMUP_TOKENS,
             sampling_s=sampling_ns / 1e9,
         )
+
+    def _swap_space(self, runner: Runner) -> SwapSpace | None:
+        block_bytes = runner.facts.kv_token_bytes * BLOCK_TOKENS
+        memory, file = self._swap_memory_bytes // block_bytes, self._swap_file_bytes // block_bytes
+        if memory + file == 0:
+            return None
+        space = SwapSpace(
+            runner, clock=self._clock, block_bytes=block_bytes, memory_blocks=memory,
+            file_blocks=file, open_file=self._open_swap_file,
+        )  # fmt: skip
+        space.measure(0)
+        return space
 
     def _timed_s(self, work: Callable[[], object]) -> float:
         started_ns = self._clock.monotonic_ns()
@@ -460,6 +536,8 @@ class _StepLoop:
         self._engine.step_clock.mark("idle")
         self._scheduler.pool.check()
         assert self._scheduler.pool.used == 0, "blocks leaked"
+        swap = self._engine.swap
+        assert swap is None or swap.used == 0, "swapped blocks leaked"
 
     def add(self, job: Job, stream: Stream) -> None:
         request = job.request
@@ -510,15 +588,21 @@ class _StepLoop:
         plan = self._scheduler.plan()
         self._engine.stats.preemptions += len(plan.preempted)
         assert plan.rows, "there are jobs, so somebody can advance"
+        now_ns = self._engine.now_ns() if plan.admitted or plan.preempted else 0
+        for choice in plan.preempted:
+            choice.left_ns = now_ns
+            choice.left_as = "preempted" if choice.saved is None else "swapped"
         for choice in plan.admitted:
             clocks = choice.job.clocks
-            clocks.admitted_ns = clocks.admitted_ns or self._engine.now_ns()
+            _returned(choice, now_ns)
+            clocks.admitted_ns = clocks.admitted_ns or now_ns
             if choice.high_water == 0 and choice.leader is None and choice.root is not None:
                 self._engine.stats.prefix_queried += choice.n_prompt
                 self._engine.stats.prefix_hit += choice.cached_tokens
         if plan.copies:
             self._runner.copy_blocks(plan.copies)
-        result = self._run(plan.rows)
+        drawn = [row.sequence.draws for row in plan.rows]
+        result = self._run(plan.rows, drawn)
         self._step += 1
         step_us = self._engine.step_clock.mark(wall_phase(plan.rows))
         self._charge(step_us, plan.rows, result)
@@ -531,15 +615,18 @@ class _StepLoop:
                 self._end(row.sequence.job, Failed(message), "failed")
         self._flush()
 
-    def _run(self, rows: list[Row]) -> StepResult:
-        """A step that fails as a whole is repeated row by row, so that only the culprit fails."""
+    def _run(self, rows: list[Row], drawn: list[int]) -> StepResult:
+        """A step that fails as a whole is repeated row by row, with the same random numbers, so
+        that only the culprit fails."""
         try:
             return self._runner.run(rows)
         except Exception as error:
             log.exception("a step of %d sequences failed", len(rows))
             if len(rows) == 1:
                 return StepResult([RequestFailed(f"the step failed: {type(error).__name__}")], 0)
-        parts = [self._run([row]) for row in rows]
+        for row, draws in zip(rows, drawn, strict=True):
+            row.sequence.draws = draws
+        parts = [self._run([row], []) for row in rows]
         return StepResult(
             [choice for part in parts for choice in part.choices],
             sum(part.sampling_ns for part in parts),
@@ -552,11 +639,17 @@ class _StepLoop:
         stats.batch_size_sum += len(rows)
         rejected = list(map(_rejected, rows, result.choices))
         charges = charge(step_us, rows, self._costs, rejected)
+        prefill_us = prefill_tokens = 0
+        self._hold(step_us)
         for row, parts, wrong in zip(rows, charges, rejected, strict=True):
             clocks = row.sequence.job.clocks
             for phase, part_us in parts.items():
                 clocks.device_us[phase] = clocks.device_us.get(phase, 0) + part_us
                 stats.charged_us[phase] += part_us
+            self._scheduler.shares.charge(row.sequence, sum(parts.values()))
+            if "prefill" in parts:
+                prefill_us += parts["prefill"]
+                prefill_tokens += row.count
             stats.tokens[row.phase] += row.count - wrong
             if row.drafts:
                 came_true = len(row.drafts) - wrong
@@ -571,6 +664,24 @@ class _StepLoop:
                 clocks.steps += 1
                 clocks.neighbours += len(rows)
                 clocks.sampling_ns += result.sampling_ns
+        self._engine.pace.stepped(step_us, prefill_us, prefill_tokens)
+
+    def _hold(self, step_us: int) -> None:
+        """Blocks times time, to who held them in this step; a shared block in equal parts. Blocks
+        in swap space are counted apart: they are no place that anybody else could use."""
+        scheduler, stats = self._scheduler, self._engine.stats
+        pool = scheduler.pool
+        weights = [round(1e6 * pool.share_of(s.blocks)) for s in scheduler.running]
+        whole = pool.used * step_us
+        stats.kv_block_us["pool"] += whole
+        for sequence, part in zip(scheduler.running, split(whole, weights), strict=True):
+            sequence.job.clocks.kv_block_us += part
+        if self._engine.swap is not None and self._engine.swap.used:
+            for sequence in scheduler.waiting:
+                if sequence.saved is not None:
+                    part = len(sequence.saved.places) * step_us
+                    sequence.job.clocks.swapped_block_us += part
+                    stats.kv_block_us["swap"] += part
 
     def _commit(self, row: Row, choice: Outcome) -> None:
         sequence = row.sequence
@@ -578,6 +689,8 @@ class _StepLoop:
             return  # another choice of the same job failed in this step
         match choice:
             case None:
+                if row.needs_token:
+                    raise RequestFailed("the step gave no token where one was due")
                 self._scheduler.computed(sequence, row.context)
             case TokenChoice():
                 self._scheduler.computed(sequence, row.context)
@@ -620,6 +733,7 @@ class _StepLoop:
             finish = FinishReason.STOP
         if finish is not None:
             self._close(sequence, finish, text=text)
+            self._engine.pace.freed(now_ns, is_awaited=bool(self._scheduler.waiting))
             self._scheduler.remove(sequence)
             job.open_choices -= 1
             if job.open_choices == 0:
@@ -663,6 +777,7 @@ class _StepLoop:
     def _end(self, job: Job, terminal: Done | Failed | Cancelled, ending: Ending) -> None:
         """Blocks first, then the word that it is over."""
         for sequence in job.sequences:
+            _returned(sequence, self._engine.now_ns())
             self._scheduler.remove(sequence)
         job.clocks.finished_ns = job.clocks.finished_ns or self._engine.now_ns()
         self._engine.stats.jobs[ending] += 1
@@ -677,6 +792,13 @@ class _StepLoop:
             outputs.append((stream, news))
         self._outbox.clear()
         self._engine.post_outputs(outputs)
+
+
+def _returned(sequence: Choice, now_ns: int) -> None:
+    """It waits no longer, if it was preempted at all."""
+    if sequence.left_ns:
+        sequence.job.clocks.away.append(Away(sequence.left_as, sequence.left_ns, now_ns))
+        sequence.left_ns = 0
 
 
 def _guess_price(decodes: int, costs: CostModel, drafter: Drafter | None) -> float:
@@ -713,6 +835,7 @@ def _usage(job: Job) -> JobUsage:
         decode_s=max(0, clocks.last_token_ns - first_ns) / 1e9,
         sampling_s=clocks.sampling_ns / 1e9,
         preemptions=job.preemptions,
+        kv_block_s=clocks.kv_block_us / 1e6,
         drafted=job.drafted,
         accepted=job.accepted,
         device_us=dict(clocks.device_us),

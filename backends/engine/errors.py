@@ -7,6 +7,7 @@ EngineError
 │  └─ ListenFailed    port or socket in use
 ├─ RequestInvalid     the caller's to mend: 400 (404, 413, …) with the path of the field
 ├─ Overloaded         too many requests wait already
+├─ TooLate            the first token would come after the request's deadline: 429
 ├─ NotReady           loading or shutting down
 └─ RequestFailed      this request failed inside the engine; the engine goes on
 """
@@ -61,6 +62,17 @@ class RequestInvalid(EngineError):
 
 class Overloaded(EngineError):
     pass
+
+
+class TooLate(EngineError):
+    """The answer would begin after its deadline."""
+
+    def __init__(self, expected_s: float, deadline_s: float) -> None:
+        super().__init__(
+            f"the first token is expected in {expected_s:.1f} s, after the deadline of "
+            f"{deadline_s:g} s; retry later or with more time"
+        )
+        self.retry_after_s = max(1.0, expected_s - deadline_s)
 
 
 class NotReady(EngineError):

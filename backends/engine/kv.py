@@ -141,6 +141,17 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
+    def share_of(self, blocks: Sequence[int]) -> float:
+        """How many blocks they are, one that n owners hold counted as 1/n. Sharing begins at the
+        first block and ends with the first that is not shared."""
+        shared = 0.0
+        for number, block in enumerate(blocks):
+            owners = self._references[block]
+            if owners == 1:
+                return shared + len(blocks) - number
+            shared += 1 / owners
+        return shared
+
     def is_blank(self, block: int) -> bool:
         """Neither held nor cached."""
         return self._references[block] == 0 and block not in self._cached

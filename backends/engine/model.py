@@ -94,6 +94,22 @@ class Model:
             blocks = pool.view(*pool.shape[:2], -1, BLOCK_TOKENS, self.shape.head_dim)
             blocks[:, :, target] = blocks[:, :, source]
 
+    def read_block(self, block: int) -> memoryview:
+        """A copy of the keys and values of all layers."""
+        return np.stack([pool[:, :, block] for pool in self._blocks()]).data.cast("B")
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        keys, values = self._blocks()
+        size = (2, *keys.shape[:2], *keys.shape[3:])
+        keys[:, :, block], values[:, :, block] = np.frombuffer(data, np.float32).reshape(size)
+
+    def _blocks(self) -> list[NDArray[np.float32]]:
+        """The pool as (layers, K, blocks, tokens of a block, D), without a copy."""
+        return [
+            pool.view(*pool.shape[:2], -1, BLOCK_TOKENS, self.shape.head_dim).numpy()
+            for pool in (self._keys, self._values)
+        ]
+
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, None]:
         """Compute the rows' new tokens into the pool; (logits that rows ask for, V) fp32, and no

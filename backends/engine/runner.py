@@ -54,6 +54,10 @@ class Decoder(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
+    def read_block(self, block: int) -> memoryview: ...
+
+    def write_block(self, block: int, data: memoryview) -> None: ...
+
 
 class CpuRunner:
     """One model. Used by one thread. `summary` says what it computes with and why."""
@@ -87,6 +91,7 @@ class CpuRunner:
         name = "torch" if library is None else "compiled"
         self.summary = f"{name} kernels, {formats} weights, {threads} threads ({reason})"
         self.facts = facts_of(file.digest, self.decoder, kv_blocks, f"{name}/{formats}")
+        self.read_block, self.write_block = self.decoder.read_block, self.decoder.write_block
         self.drafter: Drafter | None = None
 
     def close(self) -> None:
@@ -139,6 +144,7 @@ class _Native:
         self.copy_block = model.copy_block
         self.states = model.states
         self.close = model.close
+        self.read_block, self.write_block = model.read_block, model.write_block
 
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int] | None]:
         logits, best = self._model.logits(rows)

@@ -31,6 +31,7 @@ from backends.engine.progress import Loading
 from backends.engine.server import EngineApp, ServedModel
 from backends.engine.shape import pool_blocks, read_shape
 from backends.engine.spans import Emit, discard, exporting
+from backends.engine.swap import file_in
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.turns import SharedRunner, Turns
 from backends.engine.types import Runner
@@ -155,6 +156,9 @@ def build(
         max_batch_tokens=settings.max_batch_tokens,
         prefix_cache=settings.prefix_cache,
         step_target_s=settings.step_target_s,
+        swap_memory_bytes=int(settings.swap_memory_gb * 1e9),
+        swap_file_bytes=int(settings.swap_file_gb * 1e9),
+        open_swap_file=file_in(_swap_folder(settings)),
         max_drafts=0 if speculative.method == "off" else speculative.max_tokens,
     )
     model = ServedModel(
@@ -222,6 +226,14 @@ def build_fleet(
 
 def public_name(model: str) -> str:
     return BUNDLED_NAME if model == BUNDLED_NAME else Path(model).stem
+
+
+def _swap_folder(settings: EngineSettings) -> Path | None:
+    """Raises StartFailed for one that cannot be written: better now than at the first swap."""
+    folder = None if settings.swap_folder is None else Path(settings.swap_folder)
+    if settings.swap_file_gb and folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        raise StartFailed(f"swap_folder = {folder}: no such folder, or it cannot be written")
+    return folder
 
 
 def serve(

@@ -8,6 +8,7 @@ ends early but properly: finish reason `cancelled`, usage, [DONE].
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from prometheus_client.core import Metric as Family
 
 from backends.engine import embed
 from backends.engine.engine import Engine, State, Stream
-from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid
+from backends.engine.errors import EngineError, NotReady, Overloaded, RequestInvalid, TooLate
 from backends.engine.guided import Guides
 from backends.engine.metrics import CONTENT_TYPE, EngineMetrics
 from backends.engine.progress import Loading
@@ -27,6 +28,7 @@ from backends.engine.render import Renderer, embed_usage
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Cancelled, Delta, Done, Failed, JobUsage, Vector
 from backends.engine.wire import Ask, Parser, Surface
+from backends.wire import DEADLINE_HEADER, DEADLINE_UNREACHABLE
 from telemetry.clock import Clock
 from telemetry.ids import new_request_id
 
@@ -40,6 +42,11 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _OFF_LOOP_BYTES = 16 * 1024  # bodies from here on are tokenised in a thread
 _JSON = b"application/json"
+_DEADLINES = (  # header, its units per second
+    (DEADLINE_HEADER, 1000),
+    (b"x-stainless-read-timeout", 1),
+    (b"x-stainless-timeout", 1),
+)
 
 
 class ServedModel(Struct, frozen=True):
@@ -53,10 +60,19 @@ class _Problem(Exception):
     """What the client gets instead of an answer."""
 
     def __init__(
-        self, status: int, message: str, kind: str, *, code: str, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        kind: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        # 503: loading, full or draining: soon over, one way or the other
+        self.retry_after_s = 1.0 if status == 503 else retry_after_s
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -170,11 +186,14 @@ class EngineApp:
 
     async def _health(self, exchange: "_Exchange") -> None:
         state = self._engine.state
-        status = 200 if state is State.READY else 503
         body: dict[str, object] = {"status": state, "model": self._model.name}
         if state is State.LOADING and self._loading is not None:
             body["loaded_percent"] = self._loading.percent
-        await exchange.reply(status, msgspec.json.encode(body))
+        content = msgspec.json.encode(body)
+        if state is State.READY:
+            await exchange.reply(200, content)
+        else:
+            await exchange.reply(503, content, retry_after_s=1.0)
 
     async def _one_model(self, name: str, exchange: "_Exchange") -> None:
         if name != self._model.name:
@@ -281,7 +300,7 @@ class EngineApp:
             job = ask.job
             if ask.constraint is not None:
                 job = structs.replace(job, guide=await self._guides.guide(ask.constraint))
-            stream = self._engine.submit(job)
+            stream = self._engine.submit(job, deadline_s=_deadline_s(scope))
         except EngineError as error:
             raise _problem(error) from error
         running.began(stream)
@@ -344,11 +363,18 @@ class _Exchange:
             pass
         act()
 
-    async def reply(self, status: int, body: bytes, content_type: bytes = _JSON) -> None:
+    async def reply(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = _JSON,
+        *,
+        retry_after_s: float | None = None,
+    ) -> None:
         self._is_open = True
         headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
-        if status == 503:  # loading, full or draining: soon over, one way or the other
-            headers.append((b"retry-after", b"1"))
+        if retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -371,7 +397,7 @@ class _Exchange:
     async def fail(self, problem: _Problem) -> None:
         data = msgspec.json.encode(problem.body)
         if not self._is_open:
-            await self.reply(problem.status, data)
+            await self.reply(problem.status, data, retry_after_s=problem.retry_after_s)
             return
         await self.event(data)  # and no [DONE]
         await self.close_events()
@@ -452,6 +478,14 @@ def _problem(error: EngineError) -> _Problem:
             )
         case Overloaded():
             return _Problem(503, error.message, "server_error", code="overloaded")
+        case TooLate():
+            return _Problem(
+                429,
+                error.message,
+                "rate_limit_error",
+                code=DEADLINE_UNREACHABLE,
+                retry_after_s=error.retry_after_s,
+            )
         case NotReady():
             return _Problem(503, error.message, "server_error", code="not_ready")
         case _:
@@ -468,6 +502,20 @@ def _header(scope: Scope, name: bytes) -> str | None:
     for key, value in scope["headers"]:
         if key == name:
             return str(value.decode("latin-1"))
+    return None
+
+
+def _deadline_s(scope: Scope) -> float | None:
+    """Seconds in which the answer must begin to be of use: as the gateway or any client says it in
+    our header, else as OpenAI's libraries tell their time-out. Nonsense is no deadline."""
+    for name, unit in _DEADLINES:
+        text = _header(scope, name)
+        if text is None:
+            continue
+        with suppress(ValueError):
+            seconds = float(text) / unit
+            if math.isfinite(seconds) and seconds > 0:
+                return seconds
     return None
 
 

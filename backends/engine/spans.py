@@ -13,13 +13,14 @@ from backends.engine.types import Job
 from telemetry import genai
 from telemetry.tracing import SpanExport, child_spans
 
+MAX_AWAY = 32
 Attribute = str | int | float | bool
 
 
 class PhaseSpan(Struct, frozen=True, kw_only=True):
     """Nanoseconds since the epoch, back-dated."""
 
-    name: str  # queue | prefill | decode | sampling
+    name: str  # queue | prefill | decode | sampling | preempted | swapped
     start_ns: int
     end_ns: int
     attributes: dict[str, Attribute]
@@ -43,7 +44,9 @@ def exporting(export: SpanExport) -> Emit:
 
 
 def phase_spans(job: Job) -> list[PhaseSpan]:
-    """The phases that happened: a job cancelled in the queue has one span.
+    """The phases that happened: a job cancelled in the queue has one span. `preempted` and
+    `swapped` lie within prefill or decode: time that a choice waited without its place, the first
+    `MAX_AWAY` of them.
 
     `sampling` is an aggregate: as long as all samplings together, and it ends with the last token,
     so that it lies between admission and end."""
@@ -78,6 +81,7 @@ def phase_spans(job: Job) -> list[PhaseSpan]:
                 {
                     genai.USAGE_OUTPUT_TOKENS: output,
                     genai.DEVICE_MICROSECONDS: charged.get("decode", 0),
+                    genai.ENGINE_KV_BLOCK_SECONDS: round(clocks.kv_block_us / 1e6, 6),
                     genai.ENGINE_BATCH_MEAN: round(clocks.neighbours / max(1, clocks.steps), 3),
                 },
             )
@@ -93,6 +97,7 @@ def phase_spans(job: Job) -> list[PhaseSpan]:
                 },
             )
         )
+    spans += [_span(a.kind, a.start_ns, a.end_ns, {}) for a in clocks.away[:MAX_AWAY]]
     return spans
 
 

@@ -76,6 +76,12 @@ class SharedRunner:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._runner.copy_blocks(pairs)
 
+    def read_block(self, block: int) -> memoryview:
+        return self._runner.read_block(block)
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        self._runner.write_block(block, data)
+
     def run(self, rows: Sequence[Row]) -> StepResult:
         if self._turns.take(self._who):
             self._waited()

@@ -5,13 +5,14 @@ A `Job` is one request; it has one `Sequence` per choice. The engine thread alon
 
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
 from backends.engine.guided import Guide
 from backends.engine.spec import Pace, Proposer
 from backends.engine.stops import StopMatcher
+from backends.engine.swap import Saved
 from backends.engine.tokenizer import TextDecoder
 from backends.engine.weights import Pooling
 
@@ -90,12 +91,21 @@ class TokenChoice(Struct, frozen=True, gc=False):
     best: tuple[TokenLogprob, ...] = ()
 
 
+class Away(Struct, frozen=True):
+    """A choice was preempted and waited."""
+
+    kind: Literal["preempted", "swapped"]
+    start_ns: int
+    end_ns: int
+
+
 class Clocks:
     """Stamps of one job in nanoseconds since the epoch (0: not yet), and what it was charged."""
 
     __slots__ = (
-        "admitted_ns", "arrived_ns", "device_us", "finished_ns", "first_token_ns",
-        "last_token_ns", "neighbours", "sampling_ns", "seen_step", "steps",
+        "admitted_ns", "arrived_ns", "away", "device_us", "finished_ns", "first_token_ns",
+        "kv_block_us", "last_token_ns", "neighbours", "sampling_ns", "seen_step", "steps",
+        "swapped_block_us",
     )  # fmt: skip
 
     def __init__(self, arrived_ns: int) -> None:
@@ -109,6 +119,9 @@ class Clocks:
         self.steps = 0
         self.neighbours = 0  # rows of those steps, summed: over steps it is the mean batch
         self.device_us: dict[str, int] = {}
+        self.kv_block_us = 0  # blocks of the pool times the time they were held
+        self.swapped_block_us = 0  # the same of blocks in swap space
+        self.away: list[Away] = []
 
 
 class Job:
@@ -175,10 +188,11 @@ class Sequence:
     the prompt again."""
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "counts", "decoder", "draws", "entries", "finish",
-        "guide", "high_water", "index", "is_scored_told", "job", "keys", "leader", "max_tokens",
-        "n_computed", "n_prompt", "n_published", "pool", "priority", "proposer", "root", "scores",
-        "seed", "seen", "stops", "tokens", "waited_since",
+        "arrival", "blocks", "cached_tokens", "counts", "credit_us", "decoder", "draws",
+        "entries", "finish", "guide", "high_water", "index", "is_scored_told", "job", "joined",
+        "keys", "leader", "left_as", "left_ns", "max_tokens", "n_computed", "n_prompt",
+        "n_published", "pool", "preemptions", "priority", "proposer", "root", "saved", "scores",
+        "seed", "seen", "stops", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -208,8 +222,14 @@ class Sequence:
         self.keys: list[bytes] = []
         self.n_published = 0
         self.leader = leader
-        self.priority = job.request.priority  # it falls, that is rises, while it waits
-        self.waited_since: int | None = None  # the scheduler's step
+        self.tenant = job.request.cache_salt or ""
+        self.priority = job.request.priority  # lower, once its class has waited too long
+        self.joined = 0  # the scheduler's step of its last admission
+        self.preemptions = 0
+        self.saved: Saved | None = None  # its blocks, while it waits after a preemption
+        self.left_ns = 0  # since when it waits after a preemption, and how it left
+        self.left_as: Literal["preempted", "swapped"] = "preempted"
+        self.credit_us = 0  # of its estimated cost, not yet used up
         self.proposer = proposer
         self.pool: Any = None  # the runner's, while it sums up states
         self.cached_tokens = 0  # of the prompt, found when it was first admitted
@@ -395,6 +415,12 @@ class Runner(Protocol):
         """Copy keys and values between blocks of the pool: (from, to)."""
         ...
 
+    def read_block(self, block: int) -> memoryview:
+        """A copy of a block's keys and values."""
+        ...
+
+    def write_block(self, block: int, data: memoryview) -> None: ...
+
     def run(self, rows: SequenceOf[Row]) -> StepResult:
         """Compute the rows and sample where due. Raises whatever the device raises."""
         ...
@@ -432,6 +458,7 @@ class JobUsage(Struct, frozen=True, kw_only=True):
     decode_s: float
     sampling_s: float
     preemptions: int
+    kv_block_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
     device_us: dict[str, int] = field(default_factory=dict)

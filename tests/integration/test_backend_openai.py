@@ -427,6 +427,8 @@ async def test_a_unix_socket_is_reached(tmp_path: Path) -> None:
     assert final_of(events).usage_source is UsageSource.ENGINE
     assert upstream.received[0].path == "/v1/chat/completions"
     assert b'"cache_salt":"salt"' in upstream.received[0].body
+    deadline_s = min(request.timeouts.first_token_s, request.timeouts.total_s)
+    assert upstream.received[0].headers["x-meterline-deadline-ms"] == f"{deadline_s * 1000:.0f}"
     assert upstream.received[1].path == "/health"
 
 

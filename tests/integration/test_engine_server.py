@@ -315,6 +315,21 @@ def test_errors_are_what_the_client_expects(client: openai.OpenAI) -> None:
     assert hot.value.param == "temperature"
 
 
+def test_an_answer_that_would_come_too_late_is_refused(client: openai.OpenAI) -> None:
+    """429 with Retry-After, in OpenAI's shape; with time enough the same request is answered, and
+    a deadline that is none is ignored."""
+    late = client.with_options(default_headers={"x-meterline-deadline-ms": "1"})
+    with pytest.raises(openai.RateLimitError) as refused:
+        late.chat.completions.create(model=MODEL, messages=PARIS, max_tokens=2)
+    assert refused.value.code == "deadline_unreachable"
+    assert refused.value.type == "rate_limit_error"
+    assert refused.value.response.headers["retry-after"] == "1"
+    for fine in ("60000", "soon", "-1"):
+        early = client.with_options(default_headers={"x-meterline-deadline-ms": fine})
+        answer = early.chat.completions.create(model=MODEL, messages=PARIS, max_tokens=2)
+        assert answer.choices[0].finish_reason == "length"
+
+
 def test_other_routes(url: str, client: openai.OpenAI) -> None:
     """Models are listed and found; unknown paths and methods answer in the error shape."""
     assert [model.id for model in client.models.list()] == [MODEL]

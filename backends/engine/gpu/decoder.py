@@ -106,6 +106,16 @@ class DeviceDecoder:
         for pool in (self._keys, self._values):
             pool[:, target] = pool[:, source]
 
+    def read_block(self, block: int) -> memoryview:
+        """A copy of the keys and values of all layers, on the host."""
+        both = torch.stack((self._keys[:, block], self._values[:, block])).cpu().contiguous()
+        return both.view(torch.uint8).numpy().data.cast("B")
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self.dtype)
+        both = raw.reshape(2, *self._keys[:, block].shape).to(self.device)
+        self._keys[:, block], self._values[:, block] = both[0], both[1]
+
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int]]:
         """(rows that a sample is due for, V) fp32 on the device, and their best ids (-1: the row

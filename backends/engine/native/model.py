@@ -74,7 +74,9 @@ class NativeModel:
                 *map(self._weight, matrices),
             )
         self._norm = weights.tensor("output_norm.weight", (shape.hidden,))
-        pool = shape.layers * kv_blocks * shape.kv_heads * shape.head_dim * BLOCK_TOKENS
+        # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
+        pool = (shape.layers, kv_blocks, shape.kv_heads * shape.head_dim * BLOCK_TOKENS)
+        self._keys, self._values = np.empty(pool, np.float32), np.empty(pool, np.float32)
         positions = min(shape.context, kv_blocks * BLOCK_TOKENS)  # more can never be computed
         cosines, sines = angles(shape.rope, shape.head_dim, positions)
         self._config = ConfigStruct(
@@ -93,9 +95,8 @@ class NativeModel:
             head=self._weight(head),
             cosines=self._pointer(cosines),
             sines=self._pointer(sines),
-            # Not zeroed: memory is taken by the blocks that are used, not by the pool's size.
-            keys=self._pointer(np.empty(pool, np.float32)),
-            values=self._pointer(np.empty(pool, np.float32)),
+            keys=self._pointer(self._keys),
+            values=self._pointer(self._values),
         )
         self._layers = layers
         self.hidden = np.empty((0, shape.hidden), np.float32)
@@ -141,6 +142,14 @@ class NativeModel:
     def copy_block(self, source: int, target: int) -> None:
         """Keys and values of all layers."""
         self._library.copy_block(self._handle, source, target)
+
+    def read_block(self, block: int) -> memoryview:
+        """A copy of the keys and values of all layers."""
+        return np.stack((self._keys[:, block], self._values[:, block])).data.cast("B")
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        values = np.frombuffer(data, np.float32).reshape(2, self.shape.layers, -1)
+        self._keys[:, block], self._values[:, block] = values
 
     def close(self) -> None:
         if self._handle is not None:

@@ -15,6 +15,7 @@ from backends.base import (
     BackendProtocol,
     BackendRateLimited,
     BackendRefused,
+    BackendTooLate,
     BackendTruncated,
     ChatRequest,
     Timeouts,
@@ -428,6 +429,14 @@ def test_a_refusal_is_cut_and_scrubbed() -> None:
     assert len(error.error_type) <= 200
     assert "\n" not in error.error_type
     assert "sk-1" not in f"{error.message}{error.error_code}"
+
+
+def test_too_late_is_not_a_rate_limit() -> None:
+    """Our engine's word that it is too busy for this deadline is told apart from a limit."""
+    body = b'{"error":{"message":"m","type":"rate_limit_error","code":"deadline_unreachable"}}'
+    error = error_of_status(429, body, backend="b", retry_after_s=3.0)
+    assert type(error) is BackendTooLate
+    assert (error.status, error.retry_after_s) == (429, 3.0)
 
 
 @pytest.mark.parametrize(

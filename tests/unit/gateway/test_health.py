@@ -12,6 +12,7 @@ from backends.base import (
     BackendRateLimited,
     BackendRefused,
     BackendTimeout,
+    BackendTooLate,
     BackendTruncated,
     BackendUnavailable,
 )
@@ -66,6 +67,7 @@ class Watched:
         (BackendAuth("x", backend="a", status=402), "credential"),
         (BackendRateLimited("x", backend="a", status=429), "limit"),
         (BackendRefused("x", backend="a", status=400), None),
+        (BackendTooLate("x", backend="a", status=429), None),
     ],
 )
 def test_what_an_error_says_about_its_target(error: BackendError, fault: Fault | None) -> None:

@@ -4,14 +4,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import BinaryIO
 
 import pytest
 from typing_extensions import override
 
 from backends.engine.engine import Engine, State, Stream
-from backends.engine.errors import ModelMissing, NotReady, Overloaded
+from backends.engine.errors import ModelMissing, NotReady, Overloaded, TooLate
 from backends.engine.guided import Constraint, Guides
 from backends.engine.spans import Emit, PhaseSpan, discard
+from backends.engine.swap import file_in
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import (
     Cancelled,
@@ -23,11 +25,13 @@ from backends.engine.types import (
     Output,
     Row,
     Runner,
+    Sampling,
     StepResult,
     TokenChoice,
 )
+from telemetry import genai
 from telemetry.clock import Clock, SystemClock
-from tests.fakes.engine import FakeRunner
+from tests.fakes.engine import FakeRunner, Remembers, follows
 
 WARM_UP = 0  # the job id of the steps before the first request
 END = 2  # <|im_end|> of the tiny vocabulary
@@ -442,3 +446,138 @@ async def test_random_lives_end_once_and_leak_nothing(words: Tokenizer) -> None:
         assert engine.pool is not None
         assert engine.pool.used == 0
         engine.pool.check()
+
+
+def text_after(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(follows(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("way", ["memory", "file", "none", "file lost"])
+async def test_preempted_jobs_say_the_same(words: Tokenizer, way: str) -> None:
+    """A pool too small for all: whatever becomes of the blocks of those that give way, each says
+    what it would have said alone, tells of its preemptions, and all its time adds up."""
+    runner = Remembers(kv_blocks=7)
+    files: list[BinaryIO] = []
+
+    def open_file() -> BinaryIO:
+        files.append(file_in(None)())
+        if way == "file lost":
+            files[-1].close()
+        return files[-1]
+
+    spans: list[PhaseSpan] = []
+    engine = Engine(
+        load=lambda: runner, tokenizer=words, clock=SystemClock(), max_batch_size=4,
+        emit=lambda _, news: spans.extend(news),
+        swap_memory_bytes=256 * 8 if way == "memory" else 0,
+        swap_file_bytes=256 * 8 if "file" in way else 0, open_swap_file=open_file,
+    )  # fmt: skip
+    engine.start()
+    await engine.loaded()
+    assert engine.swap is None or way != "none"
+    # Computing again is made dear, so that whatever swap there is gets used.
+    engine.pace.token_s.seconds = 10.0
+    engine.pace.stepped = lambda *_: None  # type: ignore[method-assign]  # and it stays so
+    prompts = [tuple(range(5 + 3 * i, 65 + 3 * i)) for i in range(4)]
+    streams = [
+        engine.submit(
+            request(words, prompts=(prompt,), max_tokens=(90,), ignore_eos=True,
+                    sampling=Sampling(logprobs=0, temperature=0.0))
+        )
+        for prompt in prompts
+    ]  # fmt: skip
+    preempted = 0
+    for prompt, stream in zip(prompts, streams, strict=True):
+        news = await outputs(stream)
+        said = [c.token for output in news if isinstance(output, Delta) for c in output.choices]
+        assert said == text_after(prompt, 90)
+        done = news[-1]
+        assert isinstance(done, Done)
+        preempted += done.usage.preemptions
+        assert done.usage.kv_block_s > 0
+    assert preempted == engine.stats.preemptions > 0
+    away = [span for span in spans if span.name in ("preempted", "swapped")]
+    assert len(away) == preempted
+    kinds = {span.name for span in away}
+    assert kinds == ({"swapped"} if way in ("memory", "file") else {"preempted"})
+    if way in ("memory", "file"):
+        assert engine.swap is not None
+        assert engine.swap.used == 0
+        assert engine.swap.loaded > 2
+        assert engine.stats.tokens["recompute"] == 0
+        assert engine.stats.kv_block_us["swap"] > 0
+    else:
+        assert engine.stats.tokens["recompute"] > 0
+    await engine.close()
+    assert all(file.closed for file in files)
+
+
+async def test_block_seconds_are_the_used_blocks_over_time(words: Tokenizer) -> None:
+    """Shared blocks in equal parts: what all jobs held is what was used, to the last microsecond
+    of the counters."""
+    runner = FakeRunner(spell(words, "some words here"), kv_blocks=32)
+    held = []
+
+    def emit(_: str | None, spans: list[PhaseSpan]) -> None:
+        held.extend(
+            s.attributes[genai.ENGINE_KV_BLOCK_SECONDS] for s in spans if s.name == "decode"
+        )
+
+    async with running(words, runner, emit=emit) as engine:
+        prompt = tuple(range(5, 205))
+        for _ in range(2):
+            asked = [request(words, prompts=(prompt,), n=2, cache_salt="ada") for _ in range(3)]
+            for stream in [engine.submit(a) for a in asked]:
+                await outputs(stream)
+        assert sum(map(float, held)) == pytest.approx(engine.stats.kv_block_us["pool"] / 1e6)
+        assert engine.stats.kv_block_us["pool"] > 0
+
+
+async def test_what_would_come_too_late_is_refused(words: Tokenizer) -> None:
+    """With a queue ahead whose pace is known, a request whose deadline is nearer is refused at
+    once with the time after which it may fit; one with more time is taken."""
+    go = threading.Event()
+    spelled = spell(words, "x")
+
+    def hold(row: Row) -> TokenChoice:
+        if row.sequence.job.job_id != WARM_UP:
+            go.wait(30)
+        return spelled(row)
+
+    async with running(words, FakeRunner(hold)) as engine:
+        assert engine.expected_first_token_s(request(words)) < 1
+        engine.submit(request(words), deadline_s=1.0)
+        engine.pace.prompt_s.seconds = 0.5
+        with pytest.raises(TooLate) as refused:
+            engine.submit(request(words, prompts=((5,) * 20,)), deadline_s=5.0)
+        assert 5 <= refused.value.retry_after_s <= 10
+        assert engine.stats.too_late == 1
+        go.set()
+        late = engine.submit(request(words, prompts=((5,) * 20,)), deadline_s=50.0)
+        assert isinstance((await outputs(late))[-1], Done)
+
+
+async def test_a_step_that_is_repeated_draws_the_same(words: Tokenizer) -> None:
+    """When one sequence breaks a whole step, its neighbours draw the numbers they would have."""
+    draws: list[int] = []
+
+    class Breaks(FakeRunner):
+        @override
+        def run(self, rows: Sequence[Row]) -> StepResult:
+            for row in rows:
+                if row.needs_token:
+                    row.sequence.draws += 1
+            if len(rows) > 1 or any(row.sequence.n_output == 2 for row in rows):
+                raise ValueError("broken")
+            draws.extend(row.sequence.draws for row in rows if row.needs_token)
+            return super().run(rows)
+
+    async with running(words, Breaks(spell(words, "a"))) as engine:
+        draws.clear()
+        streams = [engine.submit(request(words)) for _ in range(3)]
+        ends = [(await outputs(stream))[-1] for stream in streams]
+    assert all(isinstance(end, Done) for end in ends)
+    assert sorted(draws) == [1, 1, 1, 2, 2, 2]

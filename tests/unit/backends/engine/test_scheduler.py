@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.engine.kv import BlockPool, blocks_for
-from backends.engine.scheduler import AGE_STEPS, Plan, Scheduler
+from backends.engine.scheduler import AGE_STEPS, STAY_STEPS, Plan, Scheduler
+from backends.engine.swap import Place, Saved
 from backends.engine.tokenizer import Tokenizer
 from backends.engine.types import Row, Sequence
 from tests.fakes.engine import sequence
@@ -260,3 +261,188 @@ def test_everybody_ends_whatever_happens(
     pool.check()
     assert pool.used == 0
     assert all(choice.n_output == choice.max_tokens for choice in alive)
+
+
+class Away:
+    """Swap space that never fails, or loses all; `price_s` for a block, there and back."""
+
+    def __init__(self, price_s: float | None, *, loses: bool = False) -> None:
+        self.held: list[Saved] = []
+        self.moved: list[list[int]] = []  # in
+        self._price_s = price_s
+        self._loses = loses
+
+    def price_s(self, count: int) -> float | None:
+        return None if self._price_s is None else count * self._price_s
+
+    def save(self, blocks: list[int]) -> Saved | None:
+        self.held.append(Saved([Place(memoryview(b"")) for _ in blocks]))
+        return self.held[-1]
+
+    def load(self, saved: Saved, blocks: list[int], *, skip: int = 0) -> bool:
+        assert len(saved.places) == skip + len(blocks)
+        self.moved.append(list(blocks))
+        self.drop(saved)
+        return not self._loses
+
+    def drop(self, saved: Saved) -> None:
+        self.held.remove(saved)
+
+
+def test_the_better_priority_takes_the_place(words: Tokenizer) -> None:
+    """With one slot a strictly better one runs at once; the worse one comes back after it and is
+    not computed again where its blocks were swapped. An equal one waits."""
+    away = Away(0.0)
+    scheduler = Scheduler(BlockPool(8), max_batch_size=1, max_batch_tokens=512, swap=away)
+    low = sequence(words, [5] * 100, number=1, priority=3, max_tokens=40)
+    scheduler.add(low)
+    compute(scheduler, scheduler.plan())
+    scheduler.add(sequence(words, [5] * 20, number=2, priority=3, max_tokens=2))
+    assert shape(scheduler.plan().rows) == [(1, 100, 1)]
+    scheduler.add(sequence(words, [5] * 20, number=3, priority=0, max_tokens=1))
+    plan = scheduler.plan()
+    assert (shape(plan.rows), plan.preempted) == ([(3, 0, 20)], [low])
+    assert low.saved is not None
+    compute(scheduler, plan)
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 100, 1)]
+    assert (plan.admitted, away.moved, away.held) == ([low], [low.blocks[:2]], [])
+
+
+def test_a_better_priority_gets_blocks_but_never_in_vain(words: Tokenizer) -> None:
+    """As many worse ones go as it takes, the cheapest first; none, if all of it would not do."""
+    scheduler = Scheduler(BlockPool(8), max_batch_size=4, max_batch_tokens=512)
+    for number, prompt in [(1, 120), (2, 60), (3, 60)]:
+        kind = 0 if number == 1 else 5
+        scheduler.add(sequence(words, [5] * prompt, number=number, priority=kind, max_tokens=200))
+    compute(scheduler, scheduler.plan())
+    scheduler.add(sequence(words, [5] * 500, number=4, priority=1, max_tokens=5))
+    assert scheduler.plan().preempted == []
+    scheduler.remove(scheduler.waiting[0])
+    scheduler.add(sequence(words, [5] * 180, number=5, priority=1, max_tokens=5))
+    plan = scheduler.plan()
+    assert [s.job.job_id for s in plan.preempted] == [3]
+    assert [s.job.job_id for s in scheduler.running] == [1, 5, 2]
+
+
+@pytest.mark.parametrize(("price_s", "is_swapped"), [(None, False), (0.5, False), (0.0001, True)])
+def test_the_cheaper_way_back_is_taken(
+    words: Tokenizer, price_s: float | None, is_swapped: bool
+) -> None:
+    """Swapping is for blocks that take longer to compute than to move, where there is room."""
+    away = Away(price_s)
+    scheduler = Scheduler(
+        BlockPool(8), max_batch_size=1, max_batch_tokens=512, swap=away,
+        compute_s=lambda tokens: tokens * 1e-3,
+    )  # fmt: skip
+    low = sequence(words, [5] * 100, number=1, max_tokens=40)
+    scheduler.add(low)
+    compute(scheduler, scheduler.plan())
+    scheduler.preempt(low)
+    assert (low.saved is not None) == is_swapped == bool(away.held)
+    assert low.n_computed == (100 if is_swapped else 0)
+    plan = scheduler.plan()
+    assert shape(plan.rows) == ([(1, 100, 1)] if is_swapped else [(1, 0, 100)])
+    scheduler.preempt(low)
+    scheduler.remove(low)
+    assert (away.held, scheduler.pool.used) == ([], 0)
+
+
+def test_what_is_lost_in_swap_is_computed_again(words: Tokenizer) -> None:
+    """Its tokens are known, so nothing but time is lost."""
+    scheduler = Scheduler(
+        BlockPool(8), max_batch_size=1, max_batch_tokens=512, swap=Away(0.0, loses=True)
+    )
+    low = sequence(words, [5] * 100, number=1, max_tokens=40)
+    scheduler.add(low)
+    compute(scheduler, scheduler.plan())
+    scheduler.preempt(low)
+    plan = scheduler.plan()
+    assert shape(plan.rows) == [(1, 0, 100)]
+    assert plan.rows[0].phase == "recompute"
+
+
+def test_who_is_swapped_in_shares_what_is_known_by_then(words: Tokenizer) -> None:
+    """Its full blocks are still cached: they are taken from there, only the rest is moved."""
+    away = Away(0.0)
+    scheduler = Scheduler(BlockPool(8), max_batch_size=1, max_batch_tokens=512, swap=away)
+    low = sequence(words, list(range(5, 155)), number=1, max_tokens=40, root=b"ada")
+    scheduler.add(low)
+    compute(scheduler, scheduler.plan())
+    before = list(low.blocks)
+    scheduler.preempt(low)
+    assert shape(scheduler.plan().rows) == [(1, 150, 1)]
+    assert low.blocks[:2] == before[:2]
+    assert away.moved == [[low.blocks[2]]]
+
+
+def test_who_came_back_stays_for_a_while(words: Tokenizer) -> None:
+    """Better ones in a row do not throw the same one out again and again."""
+    scheduler = Scheduler(BlockPool(8), max_batch_size=1, max_batch_tokens=512)
+    low = sequence(words, [5] * 10, number=1, priority=3, max_tokens=100)
+    scheduler.add(low)
+    compute(scheduler, scheduler.plan())
+    for number in range(2, 6):
+        scheduler.add(sequence(words, [5], number=number, priority=0, max_tokens=1))
+        compute(scheduler, scheduler.plan())  # the better one
+        compute(scheduler, scheduler.plan())  # back again
+        tokens = low.n_output
+        scheduler.add(sequence(words, [5], number=10 + number, priority=0, max_tokens=1))
+        for _ in range(STAY_STEPS):
+            compute(scheduler, scheduler.plan())
+        assert low.n_output >= tokens + STAY_STEPS - 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=2, max_size=4))
+def test_tenants_get_equal_shares(words: Tokenizer, sizes: list[int]) -> None:
+    """Each tenant has more to do than there is time for, with requests of its own size: whatever
+    the sizes, what each was served differs by no more than about two of the largest requests."""
+    scheduler = Scheduler(BlockPool(64), max_batch_size=2, max_batch_tokens=512)
+    served = [0] * len(sizes)
+    number = 0
+
+    def more(tenant: int, count: int) -> None:
+        nonlocal number
+        for _ in range(count):
+            number += 1
+            choice = sequence(
+                words, [5] * sizes[tenant], number=number, max_tokens=sizes[tenant],
+                tenant=f"tenant {tenant}",
+            )  # fmt: skip
+            scheduler.add(choice)
+
+    for tenant in range(len(sizes)):
+        more(tenant, 3 if tenant else 40)
+    for _ in range(600):
+        plan = scheduler.plan()
+        for row in plan.rows:
+            tenant = int(row.sequence.tenant.split()[1])
+            served[tenant] += row.count
+            scheduler.shares.charge(row.sequence, row.count * 1_000)
+        before = {s.tenant for s in scheduler.running}
+        compute(scheduler, plan)
+        for name in before:
+            tenant = int(name.split()[1])
+            if sum(s.tenant == name for s in scheduler.waiting) < 3:
+                more(tenant, 3)
+    assert max(served) - min(served) <= 4 * 2 * max(sizes)
+
+
+def test_time_not_used_is_not_saved_up(words: Tokenizer) -> None:
+    """A tenant that comes late takes turns with the one that was there; it does not get all."""
+    scheduler = Scheduler(BlockPool(64), max_batch_size=1, max_batch_tokens=512)
+    order = []
+    for number in range(60):
+        scheduler.add(sequence(words, [5] * 10, number=number, max_tokens=1, tenant="early"))
+    for number in range(40):
+        if number == 20:
+            for late in range(100, 110):
+                scheduler.add(sequence(words, [5] * 10, number=late, max_tokens=1, tenant="late"))
+        plan = scheduler.plan()
+        order.append(plan.rows[0].sequence.tenant)
+        scheduler.shares.charge(plan.rows[0].sequence, 10_000)
+        compute(scheduler, plan)
+    assert set(order[:20]) == {"early"}
+    assert order[20:].count("late") == 10
+    assert order[20:30].count("late") == 5
