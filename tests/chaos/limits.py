@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 from msgspec import Struct
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -173,12 +174,18 @@ class Waits(Struct, frozen=True):
     @classmethod
     def of(cls, world: Replicas) -> "Waits":
         name = "meterline_limits_store_wait_seconds"
-        everyone = sum(world.metric(f"{name}_count"))
-
-        def within(seconds: str) -> float:
-            return sum(world.metric(f"{name}_bucket", le=seconds))
-
-        return cls(everyone, within("0.005"), everyone - within("0.05"), everyone - within("0.1"))
+        total = cls(0, 0, 0, 0)
+        for url in world.urls:  # one scrape of each, so that its numbers are of one moment
+            samples = {
+                (sample.name, sample.labels.get("le")): sample.value
+                for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+                for sample in family.samples
+                if family.name == name
+            }
+            count = samples[f"{name}_count", None]
+            short, fair, long = (samples[f"{name}_bucket", le] for le in ("0.005", "0.05", "0.1"))
+            total = total.since(cls(-count, -short, fair - count, long - count))
+        return total
 
     def since(self, other: "Waits") -> "Waits":
         return Waits(

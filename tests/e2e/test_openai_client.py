@@ -388,7 +388,8 @@ def claude(served: Served) -> Iterator[Anthropic]:
 
 def test_anthropics_client_against_the_engine(served: Served, claude: Anthropic) -> None:
     """Messages whole and streamed are the same sensible text, and are billed to the token."""
-    ask: Any = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 40}
+    ask: Any = {"model": MODEL, "messages": FRANCE, "max_tokens": 40}
+    ask["extra_body"] = {"temperature": 0}
     raw = claude.messages.with_raw_response.create(**ask)
     answer = raw.parse()
     assert "Paris" in answer.content[0].text
@@ -411,7 +412,8 @@ def test_anthropics_tools_against_the_engine(claude: Anthropic, stream: bool) ->
     """A tool that must be called is called, with arguments that fit its schema, and its result is
     read."""
     turns: list[Any] = [{"role": "user", "content": "How is the weather in Oslo?"}]
-    ask: Any = {"model": MODEL, "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
+    ask: Any = {"model": MODEL, "tools": [WEATHER], "max_tokens": 60}
+    ask["extra_body"] = {"temperature": 0}
     ask["tool_choice"] = {"type": "tool", "name": "weather"}
     if stream:
         with claude.messages.stream(messages=turns, **ask) as running:

@@ -504,7 +504,8 @@ async def test_every_admin_route_by_every_role(client: Client) -> None:
             assert is_refused == (role not in allowed), (method, path, role, answer.text)
             if is_refused:
                 assert answer.json()["error"]["code"] == "insufficient_role"
-    assert seen == EXPECTED.keys()
+    # Backends have a router of their own: tests/integration/test_admin_roles.py walks them all.
+    assert seen == EXPECTED.keys() - {"backends"}
 
 
 def test_every_admin_route_says_for_whom_it_is() -> None:

@@ -322,7 +322,7 @@ async def test_limits_hold_everywhere(gateway: Harness) -> None:
     tenants = gateway.service.tenants
     other = await tenants.create_tenant("limited", {}, actor="test")
     key = (await tenants.create_key(other.id, name="k", actor="test")).secret.reveal()
-    created = await gateway.client.post(
+    created = await gateway.client.put(
         "/admin/v1/limits",
         json={"tenant": "limited", "counts": "requests", "amount": "4", "per_s": 3600},
         headers={"authorization": "Bearer admin-canary-0123456789abcdef"},
