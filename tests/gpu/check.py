@@ -10,6 +10,7 @@ layers), to see that the script works; its rates mean nothing.
 """
 
 import asyncio
+import functools
 import json
 import random
 import sys
@@ -85,8 +86,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+@functools.cache
+def _words() -> tokenizer.Tokenizer:
+    return tokenizer.from_weights(open_weights(BUNDLED_NAME))
+
+
 def _sequence(number: int, tokens: list[int], blocks: list[int]) -> Sequence:
-    words = tokenizer.from_gguf(open_weights(BUNDLED_NAME))
+    words = _words()
     request = JobRequest(
         prompts=(tuple(tokens),), max_tokens=(1,), sampling=Sampling(temperature=0.0)
     )
@@ -164,7 +170,7 @@ def qwen3(device: torch.device) -> Rows:
     parameters = random_parameters(shape, device=device, dtype=dtype)
     decoder = DeviceDecoder(shape, parameters, kv_blocks=blocks)
     runner = DeviceRunner(decoder, kv_blocks=blocks, digest="random")
-    words = tokenizer.from_gguf(open_weights(BUNDLED_NAME))
+    words = _words()
 
     async def go() -> float:
         engine = Engine(
