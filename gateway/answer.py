@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Self
 
-from msgspec import structs
-
 from backends.base import BackendError, BackendTruncated, Chunk, Final, Previous, Whole
 from gateway.call import Asked, Call
-from gateway.cutoff import LENGTH, Ending
+from gateway.cutoff import Ending, ending_of
 from gateway.dispatch import Live, as_gateway_error, fail, outcome_of
 from gateway.errors import BudgetSpent, ClientGone, Draining, GatewayError, Internal
 from gateway.limits import Growth
@@ -83,7 +81,7 @@ class Answer:
     async def events(self) -> AsyncIterator[Chunk | Whole | Final]:
         """The events of the attempt, the last one a Final; BackendError if it breaks off."""
         saw, attempt = self.record.saw_chunk, self._live.attempt
-        growth, ending = self._growth, Ending(self.call.surface, self.asked.choices)
+        growth, ending = self._growth, ending_of(self.call.surface, self.asked.choices)
         for event in self._live.held:
             if isinstance(event, Final):
                 self._finish(event)
@@ -91,7 +89,7 @@ class Answer:
                 return
             saw(event.content_bytes, attempt)
             if growth is not None and isinstance(event, Chunk):
-                ending.saw(event.data)
+                ending.saw(event)
             yield event
         async for event in self._live.events:
             if isinstance(event, Final):
@@ -101,19 +99,21 @@ class Answer:
             saw(event.content_bytes, attempt)
             yield event
             if growth is not None and isinstance(event, Chunk):
-                ending.saw(event.data)
+                ending.saw(event)
                 if growth.is_due(self.record.data) and not await growth.covers(
                     self.record.data, self._live.attempt
                 ):
-                    yield Chunk(ending.final_chunk(BudgetSpent.code, SPENT))
-                    yield await self._end(ending)
+                    async for last in self._end(ending):
+                        yield last
                     return
         raise BackendTruncated("It ended without saying so.", backend=self._live.attempt.backend)
 
-    async def _end(self, ending: Ending) -> Final:
+    async def _end(self, ending: Ending) -> AsyncIterator[Chunk | Final]:
         """End the attempt where it is. Whoever can be told to stop says what it took; else what was
         read is counted."""
         self._was_ended = True
+        for chunk in ending.closing(BudgetSpent.code, SPENT):
+            yield chunk
         final = None
         if await self.call.presence.ask_to_stop():
             with contextlib.suppress(BackendError, TimeoutError):
@@ -130,12 +130,11 @@ class Answer:
                 usage_source=attempt.usage_source,
                 usage_quality=attempt.usage_quality,
             )
-        chunk = final.usage_chunk
-        if chunk is None and final.usage is not None:
-            chunk = ending.usage_chunk(final.usage)
-        final = structs.replace(final, usage_chunk=chunk, finish_reasons=(LENGTH,))
+        told, final = ending.ended(final)
+        for chunk in told:
+            yield chunk
         self._finish(final)
-        return final
+        yield final
 
     def _finish(self, final: Final) -> None:
         attempt = self._live.attempt

@@ -32,7 +32,7 @@ from telemetry.record import Attempt
 
 DEGRADED = "x-meterline-degraded"
 CHEAPER = "cheaper-model;budget"  # rung; reason
-ENDED = ("chat", "completions")  # whose streams we know how to end; others settle with a debt
+GROWING = ("chat", "completions", "messages", "responses")  # whose answers may be long
 
 
 class Gateway:
@@ -113,7 +113,7 @@ class Gateway:
             if hedge is not None:
                 first = record.data.attempts[0]  # where a rival won, it would have taken longer
                 hedge.observe((record.now_ns() - first.started_ns) / 1e9)
-        growth = self.limits.growth(call.request_id) if call.surface in ENDED else None
+        growth = self.limits.growth(call.request_id) if call.surface in GROWING else None
         return Answer(call, asked, live, record, previous, growth)
 
     async def remember(self, answer: Answer, response: bytes) -> None:

@@ -224,6 +224,37 @@ async def test_a_long_stream_ends_well_when_no_budget_holds_more(
     assert await gateway.broken_laws() == []
 
 
+async def test_a_long_response_ends_incomplete_when_no_budget_holds_more(
+    gateway: Harness, tenant: str
+) -> None:
+    """The Responses API says it in its own words: the open item is closed, the response is
+    incomplete with its usage, and what was generated is settled."""
+    await allowances(gateway).set_budget(tenant, Decimal("0.0029"), actor="t")
+    await obeyed(gateway)
+    configure(gateway, route("long-response", "b"))  # of its own: nothing was learned of it
+    gateway.play(Script(output_tokens=3000, text="word"))
+    answer = await ask(gateway, "/v1/responses", model="long-response", stream=True, store=False)
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(part.partition("data: ")[2]) for part in answer.text.split("\n\n") if part]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[-4:]] == [
+        *("response.output_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.incomplete"),
+    ]
+    response = events[-1]["response"]
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["content"][0]["text"] == events[-4]["text"]
+    record = gateway.settled[-1]
+    assert (record.outcome, record.status) == (Outcome.BUDGET_REFUSED, 200)
+    served = record.attempts[0].usage
+    assert served is not None
+    assert response["usage"]["output_tokens"] == served.output_tokens
+    state = await budget_of(gateway, "b:tenant::month:UTC")
+    assert record.cost is not None
+    assert (state.held, state.spent) == (0, int(record.cost * 10**9))
+    assert await gateway.broken_laws() == []
+
+
 async def test_a_stream_that_fits_is_left_alone(gateway: Harness, tenant: str) -> None:
     """Growing holds more than was spent for a while, and gives it back."""
     await allowances(gateway).set_budget(tenant, Decimal("0.01"), actor="t")
