@@ -1,6 +1,6 @@
 """Faults of device, sampler, tokenizer and swap file: each fails its own request at most, nothing
-leaks, the engine lives. The device is made of Python, and its blocks hold the tokens themselves, so that a
-block in the wrong place or not written fails the test."""
+leaks, the engine lives. The device is made of Python, and its blocks hold the tokens themselves, so
+that a block in the wrong place or not written fails the test."""
 
 import asyncio
 import os
