@@ -207,7 +207,8 @@ def held(
         answer = target.tokens[len(prompt) :]
         drafted += target.job.drafted
         accepted += target.job.accepted
-    assert drafted > accepted > 12
+    assert accepted > 12
+    assert drafted > accepted or not is_hopeful  # who knows the answer also guesses wrong
 
 
 def test_the_bits_of_the_logits_do_not_depend_on_company(

@@ -117,6 +117,19 @@ class DeviceDecoder:
         self._keys[:, block], self._values[:, block] = both[0], both[1]
 
     @torch.inference_mode()
+    def read_block(self, block: int) -> memoryview:
+        """A copy of the keys and values of all layers, in the pool's own format."""
+        both = torch.stack([pool[:, block] for pool in (self._keys, self._values)]).cpu()
+        return both.view(torch.uint8).numpy().data.cast("B")
+
+    @torch.inference_mode()
+    def write_block(self, block: int, data: memoryview) -> None:
+        pools = (self._keys, self._values)
+        both = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        for pool, part in zip(pools, both.chunk(2), strict=True):
+            pool[:, block] = part.view(pool[:, block].shape).to(pool.device)
+
+    @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[int]]:
         """(rows that a sample is due for, V) fp32 on the device, and their best ids (-1: the row
         holds something that is no number)."""

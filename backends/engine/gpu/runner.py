@@ -25,6 +25,7 @@ class DeviceRunner:
 
     def __init__(self, decoder: DeviceDecoder, *, kv_blocks: int, digest: str) -> None:
         self.decoder = decoder
+        self.read_block, self.write_block = decoder.read_block, decoder.write_block
         self.drafter: Drafter | None = None
         formats = str(decoder.dtype).removeprefix("torch.")
         facts = facts_of(digest, decoder, kv_blocks, decoder.device.type)
