@@ -106,16 +106,6 @@ class DeviceDecoder:
         for pool in (self._keys, self._values):
             pool[:, target] = pool[:, source]
 
-    def read_block(self, block: int) -> memoryview:
-        """A copy of the keys and values of all layers, on the host."""
-        both = torch.stack((self._keys[:, block], self._values[:, block])).cpu().contiguous()
-        return both.view(torch.uint8).numpy().data.cast("B")
-
-    def write_block(self, block: int, data: memoryview) -> None:
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self.dtype)
-        both = raw.reshape(2, *self._keys[:, block].shape).to(self.device)
-        self._keys[:, block], self._values[:, block] = both[0], both[1]
-
     @torch.inference_mode()
     def read_block(self, block: int) -> memoryview:
         """A copy of the keys and values of all layers, in the pool's own format."""

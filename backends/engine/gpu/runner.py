@@ -41,14 +41,6 @@ class DeviceRunner:
         for source, target in pairs:
             self.decoder.copy_block(source, target)
 
-    @torch.inference_mode()
-    def read_block(self, block: int) -> memoryview:
-        return self.decoder.read_block(block)
-
-    @torch.inference_mode()
-    def write_block(self, block: int, data: memoryview) -> None:
-        self.decoder.write_block(block, data)
-
     def close(self) -> None:
         """Its memory is freed with its tensors."""
 
