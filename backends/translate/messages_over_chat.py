@@ -108,8 +108,9 @@ class MessagesOverChat(Translator):
         if not answer.choices or answer.choices[0].message is None:
             raise Untranslatable("there is no message")
         choice = answer.choices[0]
-        reason = _stop_reason(choice.finish_reason)
         content = list(_content(answer.choices[0].message))
+        has_calls = any(block["type"] == "tool_use" for block in content)
+        reason = _stop_reason(choice.finish_reason, has_calls=has_calls)
         body = self._message(
             answer, content, reason, anthropic_usage(final.usage, content_bytes=whole.content_bytes)
         )
@@ -149,7 +150,8 @@ class MessagesOverChat(Translator):
                     made.append(structs.replace(event, content_bytes=left) if is_content else event)
                     left = 0 if is_content else left
             if choice.finish_reason is not None:
-                self._reason = _stop_reason(choice.finish_reason)
+                has_calls = bool(self._calls)
+                self._reason = _stop_reason(choice.finish_reason, has_calls=has_calls)
         return made
 
     @override
@@ -224,8 +226,10 @@ def _event(fields: Json) -> Chunk:
     return Chunk(encode(fields), 0, fields["type"])
 
 
-def _stop_reason(finish_reason: str | None) -> str:
-    return _REASONS.get(finish_reason or "", "end_turn")
+def _stop_reason(finish_reason: str | None, *, has_calls: bool) -> str:
+    """A call that was forced by name ends with "stop" in OpenAI's words, not in Anthropic's."""
+    reason = _REASONS.get(finish_reason or "", "end_turn")
+    return "tool_use" if has_calls and reason == "end_turn" else reason
 
 
 def _content(message: AnsweredMessage) -> Iterator[Json]:

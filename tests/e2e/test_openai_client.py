@@ -283,9 +283,10 @@ def test_a_client_that_leaves_is_billed_for_what_was_generated(
         assert 1 <= seen <= tokens(facts)[1] < 400
     else:
         before = served.output.count('"client_disconnect"')
-        with pytest.raises(openai.APITimeoutError):
+        patient = {"x-stainless-timeout": "600", "x-stainless-read-timeout": "600"}
+        with pytest.raises(openai.APITimeoutError):  # it says that it waits, and leaves
             client.with_options(timeout=2).chat.completions.create(
-                model=MODEL, messages=long, temperature=0, max_tokens=400
+                model=MODEL, messages=long, temperature=0, max_tokens=400, extra_headers=patient
             )
         deadline = time.monotonic() + 20
         while served.output.count('"client_disconnect"') == before:

@@ -27,6 +27,7 @@ from backends.readers import MessagesReader, ResponsesReader
 from backends.settings import Dialect
 from backends.sse import SSEParser
 from backends.translate.common import is_object
+from backends.translate.messages_over_chat import _stop_reason
 from telemetry.record import Surface
 from telemetry.usage import Usage, UsageSource, from_anthropic, from_openai, from_responses
 from tests.fakes.anthropic_server import AnthropicServer
@@ -462,3 +463,10 @@ def test_completeness() -> None:
         following = kind(backend="b", normalise=from_anthropic)
         with pytest.raises(Exception, match="before its end"):
             following.final()
+
+
+def test_a_call_that_was_forced_by_name_ends_as_a_call() -> None:
+    """OpenAI's finish_reason is then "stop"; to Anthropic's clients it is a tool_use."""
+    assert _stop_reason("stop", has_calls=True) == "tool_use"
+    assert _stop_reason("stop", has_calls=False) == "end_turn"
+    assert _stop_reason("length", has_calls=True) == "max_tokens"
