@@ -90,6 +90,10 @@ def engine_command(
     command += ["--device", settings.device, "--dtype", settings.dtype]
     command += ["--weights", settings.weights]
     command += ["--kv-memory-gb", str(settings.kv_memory_gb)]
+    command += ["--swap-memory-gb", str(settings.swap_memory_gb)]
+    command += ["--swap-file-gb", str(settings.swap_file_gb)]
+    if settings.swap_folder is not None:
+        command += ["--swap-folder", settings.swap_folder]
     command += ["--max-batch-size", str(settings.max_batch_size)]
     command += ["--max-batch-tokens", str(settings.max_batch_tokens)]
     command += ["--when-asleep", settings.when_asleep]

@@ -46,6 +46,15 @@ from telemetry.logs import LogFormat
     help="Memory of the KV block pool, gigabytes.",
 )  # fmt: skip
 @click.option(
+    "--swap-memory-gb", default=0.25, type=click.FloatRange(min=0),
+    help="Memory for KV blocks of preempted sequences, gigabytes, taken when needed.",
+)  # fmt: skip
+@click.option(
+    "--swap-file-gb", default=0.0, type=click.FloatRange(min=0),
+    help="The same in a file, once that memory is full; 0: no file.",
+)  # fmt: skip
+@click.option("--swap-folder", help="Folder of that file, which has no name there.")
+@click.option(
     "--max-batch-size", default=16, type=click.IntRange(1, 512), help="Sequences in a step."
 )
 @click.option(

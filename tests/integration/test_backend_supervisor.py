@@ -275,6 +275,7 @@ def test_the_command_line_of_the_real_engine(tmp_path: Path) -> None:
         name="small", model="/m.gguf", device="cpu", dtype="float32", kernels="torch",
         prefix_cache=False, kv_memory_gb=0.25, max_batch_size=3, max_batch_tokens=65,
         step_target_s=0.5, threads=2, tool_calls="mistral", weights="int8", when_asleep="wake",
+        swap_memory_gb=0.5, swap_file_gb=1.5, swap_folder="/swap",
         models=[EngineModel(name="more", model="/e", dtype="float16", kv_memory_gb=0.1)],
         speculative=Speculative(
             method="draft_model", max_tokens=9, draft_model="/d.gguf", draft_dtype="float16"
