@@ -4,7 +4,7 @@ from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.frame import frame
 from dashboards.panels import lines, number, spread
-from dashboards.promql import buckets, gauge, quantile, rate, ratio
+from dashboards.promql import buckets, gauge, increase, quantile, rate, ratio
 from telemetry import metrics as m
 
 
@@ -120,6 +120,41 @@ def _memory(built: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Preemptions",
                 m.ENGINE_PREEMPTIONS.help,
                 (rate(m.ENGINE_PREEMPTIONS, by=["model"]), "{{model}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "KV blocks swapped",
+                m.ENGINE_SWAPPED_BLOCKS.help,
+                (rate(m.ENGINE_SWAPPED_BLOCKS, by=["direction"]), "{{direction}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "KV blocks in swap space",
+                m.ENGINE_SWAP_USED.help,
+                (gauge(m.ENGINE_SWAP_USED, by=["instance"], how="max"), "{{instance}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Swapped sequences that were lost",
+                m.ENGINE_SWAP_LOST.help,
+                (increase(m.ENGINE_SWAP_LOST, by=["model"], window="5m"), "{{model}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "KV blocks held, mean",
+                m.ENGINE_KV_BLOCK_SECONDS.help,
+                (rate(m.ENGINE_KV_BLOCK_SECONDS, by=["tier"]), "{{tier}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Refused as too late",
+                m.ENGINE_TOO_LATE.help,
+                (increase(m.ENGINE_TOO_LATE, by=["model"], window="5m"), "{{model}}"),
             )
         )
         .with_panel(

@@ -236,6 +236,13 @@ def _backends(built: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "Hedges",
+                m.HEDGES.help,
+                (increase(m.HEDGES, by=["result"], window="5m"), "{{result}}"),
+            )
+        )
+        .with_panel(
+            lines(
                 "Streams left by the client",
                 m.STREAM_DISCONNECTS.help,
                 (hung_up, "before first token: {{before_first_token}}"),

@@ -429,6 +429,8 @@ def _load_on_gpu(file: Weights, blocks: int, settings: EngineSettings) -> Runner
 
     from backends.engine.gpu.runner import open_on
 
+    if not torch.cuda.is_available():
+        raise StartFailed("device = cuda: torch sees no GPU here; use auto")
     named = "bfloat16" if settings.dtype == "auto" else settings.dtype
     runner = open_on(file, "cuda", getattr(torch, named), kv_blocks=blocks)
     sys.stderr.write(f"meterline engine: {settings.name} computes with {runner.summary}\n")

@@ -37,8 +37,9 @@ class Turns:
         with self._changed:
             self._used_ns[who] += took_ns
             self._holder = None
-            self._floor_ns = min((self._used_ns[name] for name in self._waiting), default=0)
-            self._floor_ns = self._floor_ns or self._used_ns[who]
+            # Who gives the turn back is here still: it may want the next one at once.
+            least = min(self._used_ns[name] for name in (who, *self._waiting))
+            self._floor_ns = max(self._floor_ns, least)
             self._changed.notify_all()
 
     @property

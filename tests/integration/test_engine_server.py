@@ -432,7 +432,7 @@ def test_a_name_that_routes_could_not_use_is_one_line() -> None:
 
 def test_a_missing_or_damaged_model_is_one_line(tmp_path: Path) -> None:
     """A path that is not there, a file that is none, a truncated one and one with a hole."""
-    assert "no such model file" in refused("--model", str(tmp_path / "no.gguf"))
+    assert "no such model" in refused("--model", str(tmp_path / "no.gguf"))
     text = tmp_path / "text.gguf"
     text.write_text("hello, I am not a model\n" * 10)
     assert "not a GGUF file" in refused("--model", str(text))

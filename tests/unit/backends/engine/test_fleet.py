@@ -73,7 +73,8 @@ async def test_requests_go_to_their_model(tmp_path: Path) -> None:
         assert health["models"] == {"one": "ready", "two": "ready"}
         text = (await client.get("/metrics")).text
         for name in ("one", "two"):
-            assert f'meterline_engine_requests_total{{model="{name}"' in text
+            done = f'meterline_engine_requests_total{{ending="done",model="{name}"}}'
+            assert done in text
         helps = [line for line in text.splitlines() if line.startswith("# HELP")]
         assert len(helps) == len(set(helps))
         vectors = await client.post("/v1/embeddings", json={"model": "two", "input": "a"})
@@ -172,9 +173,46 @@ async def test_admin_routes_are_on_the_private_socket_only(tmp_path: Path) -> No
 
 
 def test_turns_share_time_and_not_steps() -> None:
-    """The next turn is for whoever computed least so far, whoever came first; one that was idle
-    begins level with the others."""
+    """The next turn is for whoever computed least, even if another has waited for longer: one with
+    short steps gets several for one long step."""
     turns = Turns()
+    order: list[str] = []
+    go_on = threading.Event()
+
+    def compute(who: str, took_ns: int) -> None:
+        assert turns.take(who)
+        order.append(who)
+        assert go_on.wait(60)
+        turns.give(who, took_ns)
+
+    def begin(who: str, took_ns: int, waiting: int) -> threading.Thread:
+        thread = threading.Thread(target=compute, args=(who, took_ns))
+        thread.start()
+        while turns.waiting < waiting:
+            threading.Event().wait(0.001)
+        return thread
+
+    assert not turns.take("long")
+    threads = [begin("short", 10, waiting=1)]
+    turns.give("long", 30)
+    while not order:
+        threading.Event().wait(0.001)
+    threads.append(begin("long", 30, waiting=1))
+    threads.append(begin("short", 10, waiting=2))
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["short", "short", "long"]
+    assert turns.is_free
+
+
+def test_who_was_idle_begins_level_with_the_others() -> None:
+    """Nothing is saved up while others work: who comes back waits its turn."""
+    turns = Turns()
+    for _ in range(5):
+        assert not turns.take("busy")
+        turns.give("busy", 10)
+    assert not turns.take("holder")
     order: list[str] = []
 
     def compute(who: str) -> None:
@@ -182,18 +220,13 @@ def test_turns_share_time_and_not_steps() -> None:
         order.append(who)
         turns.give(who, 10)
 
-    for who, took_ns in (("long", 30), ("short", 10)):
-        assert not turns.take(who)
-        turns.give(who, took_ns)
-    assert not turns.take("holder")
     threads = []
-    for who in ("long", "short"):  # in this order they begin to wait
+    for who in ("busy", "idle"):  # in this order they begin to wait
         threads.append(threading.Thread(target=compute, args=(who,)))
         threads[-1].start()
         while turns.waiting < len(threads):
             threading.Event().wait(0.001)
-    turns.give("holder", 5)
+    turns.give("holder", 10)
     for thread in threads:
         thread.join(60)
-    assert order == ["short", "long"]
-    assert turns.is_free
+    assert order == ["busy", "idle"]

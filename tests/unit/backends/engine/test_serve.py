@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from backends.engine.errors import ModelMissing, StartFailed
 from backends.engine.gguf import GgufFile
-from backends.engine.serve import build, physical_cores, prepare_environment
+from backends.engine.serve import _load_on_gpu, build, physical_cores, prepare_environment
 from backends.engine.shape import pool_blocks, read_shape
-from backends.engine.weights import BUNDLED_NAME, locate
+from backends.engine.weights import BUNDLED_NAME, locate, open_weights
 from backends.settings import EngineSettings
 from tests.fakes.gguf import tiny_llama, write_gguf
 
@@ -48,7 +49,6 @@ def test_the_bundled_model_is_found_without_importing_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda"}, "device = cuda"),
         ({"dtype": "bfloat16"}, "dtype = bfloat16"),
         ({"kv_memory_gb": 1e-9}, "kv_memory_gb"),
     ],
@@ -80,3 +80,13 @@ def test_the_bookkeeping_needs_no_torch() -> None:
     """Scheduler, pool, account, wire and server import without torch: it loads with the model."""
     code = "import sys, backends.engine.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Asked for by name, it is not replaced in silence by something a hundred times slower."""
+    settings = EngineSettings(
+        name="e", model=str(tiny_llama(tmp_path / "tiny.gguf")), device="cuda"
+    )
+    with pytest.raises(StartFailed, match="device = cuda: torch sees no GPU"):
+        _load_on_gpu(open_weights(settings.model), 4, settings)
