@@ -133,7 +133,9 @@ def gauge(stretches: Sequence[tuple[int, Fraction]], interval_s: int) -> str:
 
 
 def _number(value: Fraction) -> str:
-    return burn.literal(Decimal(value.numerator) / Decimal(value.denominator))
+    """Twelve decimals: all of a step's, which are ten."""
+    exact = Decimal(value.numerator) / Decimal(value.denominator)
+    return f"{exact:.12f}".rstrip("0").rstrip(".")
 
 
 class Played(Struct, frozen=True, kw_only=True):
