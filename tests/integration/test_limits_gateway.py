@@ -70,8 +70,12 @@ def allowances(gateway: Harness) -> Allowances:
 
 
 async def obeyed(gateway: Harness) -> None:
-    """Until the gateway has heard of what was just set."""
-    await gateway.service.gateway.auth.refresh()
+    """Until the gateway has heard of what was just set: on a busy machine a query may time out."""
+    auth = gateway.service.gateway.auth
+    await auth.refresh()
+    while auth.is_offline:
+        await asyncio.sleep(0.05)
+        await auth.refresh()
 
 
 async def ask(gateway: Harness, path: str = PATHS[0], **more: Any) -> httpx.Response:
