@@ -752,6 +752,7 @@ class _StepLoop:
         self._scheduler.remove(sequence)
         job.open_choices -= 1
         if job.open_choices == 0:
+            job.clocks.finished_ns = self._engine.now_ns()
             self._end(job, Done(_usage(job)), "done")
 
     def _close(self, sequence: Choice, finish: FinishReason, *, text: str) -> None:

@@ -546,6 +546,9 @@ def test_texts_become_vectors(client: openai.OpenAI) -> None:
     meter = answer.usage.model_dump()["meterline"]
     assert meter["device_us"]["prefill"] > 0
     assert meter["device_us"]["decode"] == meter["device_us"]["sampling"] == 0
+    times = answer.usage.to_dict()["meterline"]
+    assert isinstance(times, dict)
+    assert all(0 <= times[part] < 60 for part in ("queue_s", "prefill_s", "decode_s"))
     packed = client.embeddings.create(model=MODEL, input=texts[0], encoding_format="base64")
     same = client.embeddings.create(model=MODEL, input=texts[0])  # the client unpacks it
     assert same.data[0].embedding == pytest.approx(cat, abs=1e-5)
