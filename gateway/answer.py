@@ -81,14 +81,15 @@ class Answer:
     async def events(self) -> AsyncIterator[Chunk | Whole | Final]:
         """The events of the attempt, the last one a Final; BackendError if it breaks off."""
         saw, attempt = self.record.saw_chunk, self._live.attempt
-        growth, ending = self._growth, ending_of(self.call.surface, self.asked.choices)
+        growth = self._growth
+        ending = None if growth is None else ending_of(self.call.surface, self.asked.choices)
         for event in self._live.held:
             if isinstance(event, Final):
                 self._finish(event)
                 yield event
                 return
             saw(event.content_bytes, attempt)
-            if growth is not None and isinstance(event, Chunk):
+            if ending is not None and isinstance(event, Chunk):
                 ending.saw(event)
             yield event
         async for event in self._live.events:
@@ -98,11 +99,10 @@ class Answer:
                 return
             saw(event.content_bytes, attempt)
             yield event
-            if growth is not None and isinstance(event, Chunk):
+            if growth is not None and ending is not None and isinstance(event, Chunk):
                 ending.saw(event)
-                if growth.is_due(self.record.data) and not await growth.covers(
-                    self.record.data, self._live.attempt
-                ):
+                data = self.record.data
+                if growth.is_due(data) and not await growth.covers(data, attempt):
                     async for last in self._end(ending):
                         yield last
                     return

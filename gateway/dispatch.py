@@ -102,6 +102,9 @@ async def first_success(
         for target in turn:
             live = await walk.ask(target, again, is_again=turns > 0)
             if live is not None:
+                if hedge is not None:
+                    first = record.data.attempts[0]  # where a rival won, it would have taken longer
+                    hedge.observe((record.now_ns() - first.started_ns) / 1e9)
                 return live
         if attempts is None or not walk.goes_on or not again:
             break

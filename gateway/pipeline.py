@@ -110,9 +110,6 @@ class Gateway:
                 dice=self._dice.random,
                 hedge=hedge,
             )
-            if hedge is not None:
-                first = record.data.attempts[0]  # where a rival won, it would have taken longer
-                hedge.observe((record.now_ns() - first.started_ns) / 1e9)
         growth = self.limits.growth(call.request_id) if call.surface in GROWING else None
         return Answer(call, asked, live, record, previous, growth)
 

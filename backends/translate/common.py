@@ -9,6 +9,7 @@ from msgspec import Raw
 from backends import base
 from backends.base import ChatRequest, Chunk, Event, Whole
 from backends.settings import Dialect
+from backends.translate.shapes import given
 from telemetry.record import Surface
 from telemetry.usage import Usage
 
@@ -55,6 +56,19 @@ class Translator(ABC):
 def compact(fields: Json) -> Json:
     """Without what was not given."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def chat_tool(
+    name: str | None, description: str | None, parameters: Raw, *, strict: bool | None
+) -> Json:
+    """A function as chat declares it."""
+    function = {
+        "name": name,
+        "description": description,
+        "parameters": parameters if given(parameters) else None,
+        "strict": strict,
+    }
+    return {"type": "function", "function": compact(function)}
 
 
 def id_of(prefix: str, upstream: str | None, request_id: str) -> str:

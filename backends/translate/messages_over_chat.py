@@ -18,6 +18,7 @@ from backends.translate.common import (
     Translator,
     Untranslatable,
     anthropic_usage,
+    chat_tool,
     compact,
     encode,
     id_of,
@@ -282,15 +283,7 @@ def _tool(tool: MessageTool, place: int) -> Json:
         raise Untranslatable(
             f"This model does not have the tool '{tool.type[:40]}'.", param=f"tools[{place}].type"
         )
-    function = compact(
-        {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.input_schema if given(tool.input_schema) else None,
-            "strict": tool.strict,
-        }
-    )
-    return {"type": "function", "function": function}
+    return chat_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
 
 
 def _choice(choice: MessageToolChoice) -> str | Json:

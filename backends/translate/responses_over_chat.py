@@ -17,6 +17,7 @@ from backends.translate.common import (
     Json,
     Translator,
     Untranslatable,
+    chat_tool,
     compact,
     encode,
     id_of,
@@ -451,15 +452,7 @@ def _tool(tool: ResponseTool, place: int) -> Json:
         raise Untranslatable(
             f"This model does not have the tool '{tool.type[:40]}'.", param=f"tools[{place}].type"
         )
-    function = compact(
-        {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters if given(tool.parameters) else None,
-            "strict": tool.strict,
-        }
-    )
-    return {"type": "function", "function": function}
+    return chat_tool(tool.name, tool.description, tool.parameters, strict=tool.strict)
 
 
 def _choice(choice: str | NamedTool | None) -> str | Json | None:

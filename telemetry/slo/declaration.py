@@ -27,6 +27,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _SELECTOR = re.compile(r"\s*([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{(.*)\})?\s*", re.DOTALL)
 _MATCHER = re.compile(r'\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_ESCAPE = re.compile(r"\\(.)")
 _PERIOD_MIN_S, _PERIOD_MAX_S = 7 * DAY, 90 * DAY
 
 
@@ -209,9 +210,13 @@ def selector(text: str) -> Selector:
         one = _MATCHER.match(rest, at)
         if one is None:
             raise ValueError(f"{text!r}: cannot read the matchers from {rest[at:]!r}")
-        found.append(Matcher(one[1], one[2], re.sub(r"\\(.)", r"\1", one[3])))
+        found.append(Matcher(one[1], one[2], _ESCAPE.sub(_unescaped, one[3])))
         at = one.end()
     return Selector(whole[1], tuple(found))
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return "\n" if found[1] == "n" else found[1]
 
 
 def _quoted(value: str) -> str:

@@ -3,7 +3,7 @@ backend that is down. Written by hand, each with the series under which it must 
 which it must not, so that they are tested like the generated ones.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -35,6 +35,8 @@ from telemetry.slo.proofs import Case, Firing
 from telemetry.slo.rules import Alert, Group
 
 _LAST_BUCKET: Final = repr(REQUEST_DURATION.buckets[-1])
+_DURATION, _COUNT = REQUEST_DURATION.bucket, REQUEST_DURATION.count
+_WORKING: Final = f'{ENGINE_STEP_SECONDS.name}{{phase=~"prefill|decode|mixed"}}'
 
 
 class PlatformAlert(Struct, frozen=True, kw_only=True):
@@ -55,7 +57,7 @@ class PlatformAlert(Struct, frozen=True, kw_only=True):
 
 def alerts(job: str) -> tuple[PlatformAlert, ...]:
     """All of them, for the scrape jobs that the regular expression `job` matches."""
-    return tuple(make(job) for make in _ALERTS)
+    return (_down(job), *_ALERTS)
 
 
 def group(file: SloFile) -> Group:
@@ -126,8 +128,8 @@ def _down(job: str) -> PlatformAlert:
     )
 
 
-def _unpriced(_: str) -> PlatformAlert:
-    return PlatformAlert(
+_ALERTS: Final = (
+    PlatformAlert(
         name="MeterlineUnpricedUsage",
         expr=f"sum by (provider, model) (increase({UNPRICED_USAGE.name}[15m])) > 0",
         severity="ticket",
@@ -140,11 +142,8 @@ def _unpriced(_: str) -> PlatformAlert:
         ),
         fires={f'{UNPRICED_USAGE.name}{{provider="p",model="m"}}': "0+1x60"},
         silent={f'{UNPRICED_USAGE.name}{{provider="p",model="m"}}': "7+0x60"},
-    )
-
-
-def _conservation(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineConservationBroken",
         expr=f"abs({CONSERVATION_RESIDUAL.name}) > 0",
         hold="5m",
@@ -158,11 +157,8 @@ def _conservation(_: str) -> PlatformAlert:
         ),
         fires={f'{CONSERVATION_RESIDUAL.name}{{law="wal"}}': "-1+0x60"},
         silent={f'{CONSERVATION_RESIDUAL.name}{{law="wal"}}': "0+0x60"},
-    )
-
-
-def _wal(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineWalStuck",
         expr=f"time() - {WAL_OLDEST_PENDING.name} > 120",
         hold="2m",
@@ -179,11 +175,8 @@ def _wal(_: str) -> PlatformAlert:
         ),
         fires={f'{WAL_OLDEST_PENDING.name}{{node="n"}}': "0+0x60"},
         silent={f'{WAL_OLDEST_PENDING.name}{{node="n"}}': "0+60x60"},
-    )
-
-
-def _swept(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineSweptRatioHigh",
         expr=(f"sum(increase({SWEPT.name}[1h])) / (sum(increase({ADMITTED.name}[1h])) > 0) > 0.01"),
         severity="ticket",
@@ -201,11 +194,8 @@ def _swept(_: str) -> PlatformAlert:
             f'{SWEPT.name}{{node="n"}}': "0+0.5x60",
             f'{ADMITTED.name}{{node="n"}}': "0+100x60",
         },
-    )
-
-
-def _conflict(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineUsageConflict",
         expr=f"sum by (provider, model) (increase({USAGE_CONFLICTS.name}[15m])) > 0",
         severity="ticket",
@@ -217,15 +207,11 @@ def _conflict(_: str) -> PlatformAlert:
         ),
         fires={f'{USAGE_CONFLICTS.name}{{provider="p",model="m"}}': "0+1x60"},
         silent={f'{USAGE_CONFLICTS.name}{{provider="p",model="m"}}': "3+0x60"},
-    )
-
-
-def _overflow(_: str) -> PlatformAlert:
-    name, count = REQUEST_DURATION.bucket, REQUEST_DURATION.count
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineHistogramOverflow",
         expr=(
-            f'1 - sum(rate({name}{{le="{_LAST_BUCKET}"}}[1h])) / (sum(rate({count}[1h])) > 0)'
+            f'1 - sum(rate({_DURATION}{{le="{_LAST_BUCKET}"}}[1h])) / (sum(rate({_COUNT}[1h])) > 0)'
             " > 0.01"
         ),
         severity="ticket",
@@ -233,18 +219,15 @@ def _overflow(_: str) -> PlatformAlert:
         means="Percentiles above the last bucket are guesses.",
         do=("Which route? `sum by (route) (rate(…_count[1h]))` beside its last bucket.",),
         fires={
-            f'{name}{{le="{_LAST_BUCKET}"}}': "0+90x60",
-            count: "0+100x60",
+            f'{_DURATION}{{le="{_LAST_BUCKET}"}}': "0+90x60",
+            _COUNT: "0+100x60",
         },
         silent={
-            f'{name}{{le="{_LAST_BUCKET}"}}': "0+100x60",
-            count: "0+100x60",
+            f'{_DURATION}{{le="{_LAST_BUCKET}"}}': "0+100x60",
+            _COUNT: "0+100x60",
         },
-    )
-
-
-def _folding(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineLabelFolding",
         expr=f"sum by (label) (increase({LABEL_FOLDS.name}[15m])) > 0",
         severity="ticket",
@@ -253,11 +236,8 @@ def _folding(_: str) -> PlatformAlert:
         do=("Fewer models in the routes, or a higher `[telemetry] max_models`.",),
         fires={f'{LABEL_FOLDS.name}{{label="model"}}': "0+1x60"},
         silent={f'{LABEL_FOLDS.name}{{label="model"}}': "9+0x60"},
-    )
-
-
-def _circuit(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineCircuitOpen",
         expr=f"max by (backend, fault) ({CIRCUIT_STATE.name}) == 2",
         hold="5m",
@@ -271,11 +251,8 @@ def _circuit(_: str) -> PlatformAlert:
         ),
         fires={f'{CIRCUIT_STATE.name}{{backend="b",fault="endpoint"}}': "2+0x60"},
         silent={f'{CIRCUIT_STATE.name}{{backend="b",fault="endpoint"}}': "1+0x60"},
-    )
-
-
-def _degraded(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineLimitsDegraded",
         expr=f"max({LIMITS_DEGRADED.name}) == 1",
         hold="5m",
@@ -288,11 +265,8 @@ def _degraded(_: str) -> PlatformAlert:
         do=("Is Redis up, and reachable within 50 ms from each replica? It recovers by itself.",),
         fires={LIMITS_DEGRADED.name: "1+0x60"},
         silent={LIMITS_DEGRADED.name: "0+0x60"},
-    )
-
-
-def _overrun(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineBudgetOverrun",
         expr=f"sum(increase({BUDGET_OVERRUNS.name}[15m])) > 0",
         severity="ticket",
@@ -301,11 +275,8 @@ def _overrun(_: str) -> PlatformAlert:
         do=("`meterline budget list` shows what is left, `meterline report` what it went to.",),
         fires={BUDGET_OVERRUNS.name: "0+1x60"},
         silent={BUDGET_OVERRUNS.name: "4+0x60"},
-    )
-
-
-def _leak(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineStreamLeak",
         expr=f"sum by (instance) ({OPEN_STREAMS.name}) > sum by (instance) ({IN_FLIGHT.name})",
         hold="10m",
@@ -321,11 +292,8 @@ def _leak(_: str) -> PlatformAlert:
             f'{OPEN_STREAMS.name}{{instance="a"}}': "3+0x60",
             f'{IN_FLIGHT.name}{{instance="a"}}': "3+0x60",
         },
-    )
-
-
-def _rollup(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineRollupLag",
         expr=f"max({ROLLUP_LAG.name}) > 900",
         hold="5m",
@@ -335,16 +303,12 @@ def _rollup(_: str) -> PlatformAlert:
         do=("Does a ledger worker run? Its log says what the database answers.",),
         fires={ROLLUP_LAG.name: "1000+0x60"},
         silent={ROLLUP_LAG.name: "900+0x60"},
-    )
-
-
-def _stalled(_: str) -> PlatformAlert:
-    working = f'{ENGINE_STEP_SECONDS.name}{{phase=~"prefill|decode|mixed"}}'
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineEngineStalled",
         expr=(
             f"sum by (instance, model) ({ENGINE_WAITING.name}) > 0\n"
-            f"and sum by (instance, model) (increase({working}[5m])) == 0"
+            f"and sum by (instance, model) (increase({_WORKING}[5m])) == 0"
         ),
         hold="5m",
         severity="page",
@@ -363,11 +327,8 @@ def _stalled(_: str) -> PlatformAlert:
             f'{ENGINE_WAITING.name}{{instance="a",model="m"}}': "2+0x60",
             f'{ENGINE_STEP_SECONDS.name}{{instance="a",model="m",phase="decode"}}': "0+50x60",
         },
-    )
-
-
-def _observer(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineObserverErrors",
         expr=(
             f"sum(increase({OBSERVER_ERRORS.name}[15m])) > 0\n"
@@ -385,11 +346,8 @@ def _observer(_: str) -> PlatformAlert:
             f'{SPANS_DROPPED.name}{{reason="queue_full"}}': "5+0x60",
             f'{OBSERVER_ERRORS.name}{{kind="spans"}}': "1+0x60",
         },
-    )
-
-
-def _reload(_: str) -> PlatformAlert:
-    return PlatformAlert(
+    ),
+    PlatformAlert(
         name="MeterlineConfigRejected",
         expr=f'sum by (instance) (increase({CONFIG_RELOADS.name}{{result="rejected"}}[15m])) > 0',
         severity="ticket",
@@ -398,10 +356,5 @@ def _reload(_: str) -> PlatformAlert:
         do=("`meterline check FILE` names every mistake.",),
         fires={f'{CONFIG_RELOADS.name}{{instance="a",result="rejected"}}': "0+1x60"},
         silent={f'{CONFIG_RELOADS.name}{{instance="a",result="applied"}}': "0+1x60"},
-    )
-
-
-_ALERTS: tuple[Callable[[str], PlatformAlert], ...] = (
-    *(_down, _unpriced, _conservation, _wal, _swept, _conflict, _overflow, _folding, _circuit),
-    *(_degraded, _overrun, _leak, _rollup, _stalled, _observer, _reload),
+    ),
 )
