@@ -17,7 +17,7 @@ from backends import base, wire
 from backends.base import BackendError, BackendProtocol, BackendTruncated, Chunk, Whole
 from telemetry import usage
 from telemetry.record import Surface
-from telemetry.usage import AnthropicReport, Usage, UsageQuality, UsageSource
+from telemetry.usage import AnthropicReport, Usage, UsageSource
 
 _ABSENT: Final = Raw()
 _NULL: Final = b"null"
@@ -76,11 +76,11 @@ class _Follower:
             raise BackendTruncated(
                 "the upstream's answer stopped before its end", backend=self._backend
             )
-        cut = None if self._usage is None else self._normalise(self._usage)
-        return base.Final(
-            usage=cut.usage if cut else None,
-            usage_source=self._usage_source if cut else UsageSource.NONE,
-            usage_quality=cut.quality if cut else UsageQuality.EXACT,
+        return wire.ended(
+            self._usage,
+            self._normalise,
+            self._usage_source,
+            backend=self._backend,
             answered_model=self._model,
             provider_request_id=provider_request_id or self._id,
             service_tier=self._service_tier,

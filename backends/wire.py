@@ -249,16 +249,11 @@ class AnswerReader:
             raise BackendTruncated(
                 "the upstream's answer stopped before its end", backend=self._backend
             )
-        cut = None if self._usage is None else self._normalise(self._usage)
-        if cut is None and self._usage is not None:
-            _log.warning("usage not understood", extra={"backend": self._backend})
-        # Only our engine's word is taken for times: they decide what its time costs.
-        is_engine = self._usage_source is UsageSource.ENGINE
-        return base.Final(
-            usage=cut.usage if cut else None,
-            usage_source=self._usage_source if cut else UsageSource.NONE,
-            usage_quality=cut.quality if cut else UsageQuality.EXACT,
-            timings=cut.timings if cut and is_engine else None,
+        return ended(
+            self._usage,
+            self._normalise,
+            self._usage_source,
+            backend=self._backend,
             answered_model=self._model,
             provider_request_id=provider_request_id or self._id,
             service_tier=self._service_tier,
@@ -300,6 +295,39 @@ class AnswerReader:
             reasons[choice.index] = reason[:FIELD_CHARS]
         else:
             reasons.setdefault(choice.index, None)
+
+
+def ended(
+    report: bytes | None,
+    normalise: Normalise,
+    source: UsageSource,
+    *,
+    backend: str,
+    answered_model: str | None,
+    provider_request_id: str | None,
+    service_tier: str | None,
+    finish_reasons: tuple[str, ...],
+    usage_chunk: bytes | None = None,
+    last: Chunk | None = None,
+) -> base.Final:
+    """The end of an answer whose usage was reported as `report`, on any surface."""
+    cut = None if report is None else normalise(report)
+    if cut is None and report is not None:
+        _log.warning("usage not understood", extra={"backend": backend})
+    # Only our engine's word is taken for times: they decide what its time costs.
+    is_engine = source is UsageSource.ENGINE
+    return base.Final(
+        usage=cut.usage if cut else None,
+        usage_source=source if cut else UsageSource.NONE,
+        usage_quality=cut.quality if cut else UsageQuality.EXACT,
+        timings=cut.timings if cut and is_engine else None,
+        answered_model=answered_model,
+        provider_request_id=provider_request_id,
+        service_tier=service_tier,
+        finish_reasons=finish_reasons,
+        usage_chunk=usage_chunk,
+        last=last,
+    )
 
 
 def _message_bytes(message: _Message) -> int:

@@ -304,6 +304,16 @@ def test_a_client_that_leaves_is_billed_for_what_was_generated(
     assert cost(facts) == sum(device.values()) * RATE / 1_000_000
 
 
+def test_embeddings_are_paid_by_the_engines_time(served: Served, client: OpenAI) -> None:
+    """As any other work of the engine: its prefill, not a price per token that nobody set."""
+    raw = client.embeddings.with_raw_response.create(model=MODEL, input=["a cat", "a kitten"])
+    facts = story(served, raw.headers["x-request-id"])
+    (attempt,) = facts["attempts"]
+    device = {share["phase"]: share["device_us"] for share in attempt["device"]}
+    assert device["prefill"] > 0
+    assert cost(facts) == sum(device.values()) * RATE / 1_000_000
+
+
 def test_chargeback_is_the_sum_of_the_stories(served: Served) -> None:
     """50 requests of 3 tenants: the report by tenant and model equals Σ explain, exactly."""
     keys = []
