@@ -14,15 +14,8 @@ from sqlalchemy import select
 from gateway.errors import BadRequest, Forbidden, NotFound, Unauthenticated
 from gateway.keys import ADMIN_KEY, ADMIN_PREFIX, KeyRing
 from gateway.roles import ROLES, Principal, Role
-from gateway.tenants import (
-    MAX_KEY_NAME_CHARS,
-    AdminKeyRow,
-    AuditRow,
-    Page,
-    Tenants,
-    find_tenant,
-    is_within,
-)
+from gateway.tenant_tables import MAX_KEY_NAME_CHARS, AdminKeyRow, AuditRow
+from gateway.tenants import Page, Tenants, find_tenant, is_within
 from telemetry.ids import TenantId, new_key_id
 from telemetry.redaction import Secret
 

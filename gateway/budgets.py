@@ -30,10 +30,8 @@ from gateway.allowances import (
     check_limit,
 )
 from gateway.errors import BadRequest, NotFound
+from gateway.tenant_tables import BudgetRow, LimitRow, TenantRow
 from gateway.tenants import (
-    BudgetRow,
-    LimitRow,
-    TenantRow,
     Tenants,
     Write,
     budgets_of,

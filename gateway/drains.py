@@ -7,7 +7,8 @@ from datetime import datetime
 from msgspec import Struct
 from sqlalchemy import select
 
-from gateway.tenants import DrainRow, Tenants
+from gateway.tenant_tables import DrainRow
+from gateway.tenants import Tenants
 
 
 class Drain(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,8 @@ from sqlalchemy.orm import Mapped, mapped_column
 from backends.base import Previous
 from gateway.config import ResponseSettings
 from gateway.errors import BadRequest, NotFound, StoreUnavailable
-from gateway.tenants import Big, TenantBase, translating_database_errors
+from gateway.tenant_tables import Big, TenantBase
+from gateway.tenants import translating_database_errors
 from telemetry.clock import Clock
 from telemetry.ids import TenantId
 from telemetry.tables import UtcTime

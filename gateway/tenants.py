@@ -1,4 +1,4 @@
-"""Tenants, their API keys and the audit log: tables, queries, and nothing else that knows SQL.
+"""Tenants, their API keys and the audit log: what may be done to them, and the queries.
 
 Tenants are a tree (organisation, team, project, to any depth up to `MAX_DEPTH`): what a tenant may
 take, its ancestors must allow too, and who suspends one suspends all below it.
@@ -25,32 +25,32 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import asdict, replace
 from sqlalchemy import (
     CTE,
-    JSON,
-    BigInteger,
-    Boolean,
-    Connection,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
     Select,
-    String,
-    event,
     func,
     or_,
     select,
-    text,
     true,
     update,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from gateway.allowances import Budget, Limit
 from gateway.errors import BadRequest, Conflict, Forbidden, NotFound, StoreUnavailable
 from gateway.keys import MODEL_PATTERN, PREFIX, SCOPES, KeyRing
 from gateway.roles import Principal
+from gateway.tenant_tables import (
+    MAX_COST_CENTRE_CHARS,
+    MAX_KEY_NAME_CHARS,
+    AdminKeyRow,
+    AuditRow,
+    BudgetRow,
+    IdentityStateRow,
+    KeyRow,
+    LimitRow,
+    TenantBase,
+    TenantRow,
+)
 from gateway.trust import networks
 from telemetry.clock import Clock
 from telemetry.database import open_engine
@@ -58,7 +58,6 @@ from telemetry.ids import KeyId, TenantId, new_key_id, new_tenant_id
 from telemetry.money import plain
 from telemetry.redaction import Secret
 from telemetry.reports.chargeback import TenantPlace
-from telemetry.tables import Money, UtcTime
 
 TenantState = Literal["active", "suspended", "deleted"]
 KeyState = Literal["active", "rotated", "expired", "revoked"]
@@ -68,207 +67,14 @@ LABEL: Final = re.compile(r"[a-z0-9](?:[a-z0-9._/-]{0,61}[a-z0-9])?")
 KIND: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 CURRENCY: Final = re.compile(r"[A-Z]{3}")
 MAX_DEPTH: Final = 16
-MAX_COST_CENTRE_CHARS: Final = 64
 MAX_LABELS: Final = 32
 MAX_LABEL_CHARS: Final = 256
-MAX_KEY_NAME_CHARS: Final = 100
 MAX_MODEL_PATTERNS: Final = 100
 MAX_GRACE: Final = timedelta(days=90)
 MAX_LIFE: Final = timedelta(days=36_525)
 MAX_PAGE: Final = 100
 MAX_CHANGES: Final = 1_000
 WITHIN: Final = "within"  # in a session's info: whose part of the tree it may see
-
-Big = BigInteger().with_variant(Integer, "sqlite")
-Json = JSON(none_as_null=True)
-
-
-# ------------------------------------------------------------------------------------------ tables
-
-
-class TenantBase(DeclarativeBase):
-    """Metadata of the gateway's own tables (the ledger's are apart)."""
-
-
-class TenantRow(TenantBase):
-    """Who pays. A deleted tenant keeps its row and frees its name."""
-
-    __tablename__ = "tenant"
-
-    id: Mapped[str] = mapped_column(String(36), primary_key=True)
-    parent_id: Mapped[str | None] = mapped_column(String(36))  # null: at the top
-    name: Mapped[str] = mapped_column(String(64))
-    kind: Mapped[str | None] = mapped_column(String(32))
-    state: Mapped[str] = mapped_column(String(16))
-    cost_centre: Mapped[str | None] = mapped_column(String(MAX_COST_CENTRE_CHARS))
-    currency: Mapped[str | None] = mapped_column(String(3))
-    labels: Mapped[dict[str, str]] = mapped_column(Json)
-    created_at: Mapped[datetime] = mapped_column(UtcTime)
-    changed: Mapped[int] = mapped_column(Big)
-
-    __table_args__ = (
-        Index(
-            "uq_tenant_name",
-            "name",
-            unique=True,
-            sqlite_where=text("state != 'deleted' AND parent_id IS NULL"),
-            postgresql_where=text("state != 'deleted' AND parent_id IS NULL"),
-        ),
-        Index(
-            "uq_tenant_name_below",
-            "parent_id",
-            "name",
-            unique=True,
-            sqlite_where=text("state != 'deleted'"),
-            postgresql_where=text("state != 'deleted'"),
-        ),
-        Index("ix_tenant_changed", "changed"),
-        Index("ix_tenant_parent", "parent_id"),
-    )
-
-
-class KeyRow(TenantBase):
-    """One API key. The secret is not in it, only its HMAC."""
-
-    __tablename__ = "api_key"
-
-    id: Mapped[str] = mapped_column(String(36), primary_key=True)
-    public_id: Mapped[str] = mapped_column(String(32), unique=True)
-    tenant_id: Mapped[str] = mapped_column(String(36), ForeignKey("tenant.id"))
-    name: Mapped[str] = mapped_column(String(MAX_KEY_NAME_CHARS))
-    secret_hmac: Mapped[bytes] = mapped_column(LargeBinary(32))
-    model_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: all models
-    target_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: all targets
-    scopes: Mapped[list[str] | None] = mapped_column(Json)  # null: all scopes
-    ip_allow: Mapped[list[str] | None] = mapped_column(Json)  # null: from anywhere
-    created_at: Mapped[datetime] = mapped_column(UtcTime)
-    expires_at: Mapped[datetime | None] = mapped_column(UtcTime)
-    revoked_at: Mapped[datetime | None] = mapped_column(UtcTime)
-    rotated_to: Mapped[str | None] = mapped_column(String(36), ForeignKey("api_key.id"))
-    grace_until: Mapped[datetime | None] = mapped_column(UtcTime)  # set with rotated_to
-    changed: Mapped[int] = mapped_column(Big)
-
-    __table_args__ = (
-        Index("ix_api_key_tenant", "tenant_id", "id"),
-        Index("ix_api_key_changed", "changed"),
-    )
-
-
-class LimitRow(TenantBase):
-    """One limit. Unlike keys, a limit that is removed is gone: the audit log remembers it."""
-
-    __tablename__ = "usage_limit"
-
-    id: Mapped[str] = mapped_column(String(36), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(String(36), ForeignKey("tenant.id"))
-    scope: Mapped[str] = mapped_column(String(16))
-    subject: Mapped[str | None] = mapped_column(String(256))  # null: each
-    counts: Mapped[str] = mapped_column(String(16))
-    amount: Mapped[Decimal] = mapped_column(Money)
-    per_s: Mapped[int | None] = mapped_column(Integer)
-    strict: Mapped[bool] = mapped_column(Boolean)
-
-    __table_args__ = (Index("ix_usage_limit_tenant", "tenant_id"),)
-
-
-class BudgetRow(TenantBase):
-    """One budget; what is spent of it is not here but in the ledger."""
-
-    __tablename__ = "budget"
-
-    id: Mapped[str] = mapped_column(String(36), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(String(36), ForeignKey("tenant.id"))
-    scope: Mapped[str] = mapped_column(String(16))
-    subject: Mapped[str | None] = mapped_column(String(256))  # null: each
-    amount_usd: Mapped[Decimal] = mapped_column(Money)
-    window: Mapped[str] = mapped_column(String(16))
-    hours: Mapped[int | None] = mapped_column(Integer)
-    zone: Mapped[str] = mapped_column(String(64))
-    mode: Mapped[str] = mapped_column(String(16))
-    strict: Mapped[bool] = mapped_column(Boolean)
-    downgrade_to: Mapped[str | None] = mapped_column(String(256))
-
-    __table_args__ = (Index("ix_budget_tenant", "tenant_id"),)
-
-
-class DrainRow(TenantBase):
-    """A backend, or one of its servers (`endpoint`; "": all of it), that gets nothing new."""
-
-    __tablename__ = "drain"
-
-    backend: Mapped[str] = mapped_column(String(63), primary_key=True)
-    endpoint: Mapped[str] = mapped_column(String(255), primary_key=True)
-    since: Mapped[datetime] = mapped_column(UtcTime)
-
-
-class AuditRow(TenantBase):
-    """One administrative act. The database itself refuses to change or remove it."""
-
-    __tablename__ = "audit_log"
-
-    id: Mapped[int] = mapped_column(Big, primary_key=True, autoincrement=True)
-    at: Mapped[datetime] = mapped_column(UtcTime)
-    actor: Mapped[str] = mapped_column(String(128))
-    action: Mapped[str] = mapped_column(String(64))
-    object: Mapped[str] = mapped_column(String(128))
-    before: Mapped[Any | None] = mapped_column(Json)
-    after: Mapped[Any | None] = mapped_column(Json)
-    request_id: Mapped[str | None] = mapped_column(String(64))
-
-    __table_args__ = (Index("ix_audit_log_object", "object", "id"),)
-
-
-class AdminKeyRow(TenantBase):
-    """An administrator's key: a role, for all tenants or for one and what is below it."""
-
-    __tablename__ = "admin_key"
-
-    id: Mapped[str] = mapped_column(String(36), primary_key=True)
-    public_id: Mapped[str] = mapped_column(String(32), unique=True)
-    name: Mapped[str] = mapped_column(String(MAX_KEY_NAME_CHARS))
-    role: Mapped[str] = mapped_column(String(16))
-    tenant_id: Mapped[str | None] = mapped_column(String(36), ForeignKey("tenant.id"))
-    secret_hmac: Mapped[bytes] = mapped_column(LargeBinary(32))
-    created_at: Mapped[datetime] = mapped_column(UtcTime)
-    expires_at: Mapped[datetime | None] = mapped_column(UtcTime)
-    revoked_at: Mapped[datetime | None] = mapped_column(UtcTime)
-
-
-class IdentityStateRow(TenantBase):
-    """The single row that numbers the writes, and knows which pepper the keys were made with."""
-
-    __tablename__ = "identity_state"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    version: Mapped[int] = mapped_column(Big)
-    pepper_check: Mapped[bytes | None] = mapped_column(LargeBinary(32))
-
-
-_APPEND_ONLY: Final = {
-    "sqlite": (
-        "CREATE TRIGGER audit_log_no_update BEFORE UPDATE ON audit_log "
-        "BEGIN SELECT RAISE(ABORT, 'audit_log is append-only'); END",
-        "CREATE TRIGGER audit_log_no_delete BEFORE DELETE ON audit_log "
-        "BEGIN SELECT RAISE(ABORT, 'audit_log is append-only'); END",
-    ),
-    "postgresql": (
-        "CREATE FUNCTION audit_log_is_append_only() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN RAISE EXCEPTION 'audit_log is append-only'; END $$",
-        "CREATE TRIGGER audit_log_no_change BEFORE UPDATE OR DELETE OR TRUNCATE ON audit_log "
-        "FOR EACH STATEMENT EXECUTE FUNCTION audit_log_is_append_only()",
-    ),
-}
-
-
-@event.listens_for(AuditRow.__table__, "after_create")
-def _make_the_audit_log_append_only(_table: object, connection: Connection, **_: object) -> None:
-    for statement in _APPEND_ONLY[connection.dialect.name]:
-        connection.execute(text(statement))
-
-
-@event.listens_for(IdentityStateRow.__table__, "after_create")
-def _start_counting(_table: object, connection: Connection, **_: object) -> None:
-    connection.execute(text("INSERT INTO identity_state (id, version) VALUES (1, 0)"))
 
 
 # ------------------------------------------------------------------------------- what callers see

@@ -3,7 +3,7 @@
 from alembic import context
 
 from gateway.responses import StoredResponseRow
-from gateway.tenants import TenantBase
+from gateway.tenant_tables import TenantBase
 from telemetry.tables import LedgerBase
 
 assert StoredResponseRow.metadata is TenantBase.metadata  # imported, so that it is declared

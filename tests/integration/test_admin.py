@@ -27,7 +27,8 @@ from gateway.commands.tenant import tenant as tenant_commands
 from gateway.errors import Forbidden, GatewayError
 from gateway.keys import KeyRing, mint_admin_key
 from gateway.roles import ROLES, Principal
-from gateway.tenants import TenantBase, Tenants
+from gateway.tenant_tables import TenantBase
+from gateway.tenants import Tenants
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
 from tests import services

@@ -12,7 +12,7 @@ from gateway.commands import Store
 from gateway.commands.budget import budget
 from gateway.commands.limit import limit
 from gateway.commands.tenant import tenant
-from gateway.tenants import AuditRow
+from gateway.tenant_tables import AuditRow
 from telemetry.database import open_engine
 
 

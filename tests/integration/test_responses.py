@@ -14,7 +14,7 @@ from backends.base import Previous
 from gateway.config import ResponseSettings
 from gateway.errors import BadRequest, NotFound
 from gateway.responses import ResponseStore
-from gateway.tenants import TenantBase
+from gateway.tenant_tables import TenantBase
 from telemetry.database import open_engine
 from telemetry.ids import TenantId
 from telemetry.record import Outcome

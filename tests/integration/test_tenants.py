@@ -24,17 +24,8 @@ from gateway.budgets import Allowances
 from gateway.errors import BadRequest, Conflict, NotFound, StoreUnavailable, Unauthenticated
 from gateway.keys import KeyRing
 from gateway.responses import StoredResponseRow
-from gateway.tenants import (
-    AuditRow,
-    IssuedKey,
-    Key,
-    KeyChange,
-    KeyRow,
-    Tenant,
-    TenantBase,
-    TenantChange,
-    Tenants,
-)
+from gateway.tenant_tables import AuditRow, KeyRow, TenantBase
+from gateway.tenants import IssuedKey, Key, KeyChange, Tenant, TenantChange, Tenants
 from telemetry.clock import SystemClock
 from telemetry.database import open_engine
 from tests import services
